@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_sparseprior.checks import check_boolean, check_finite, check_integer
-from tasks.common.config import Config, check_known, check_trainer, trainer_keys
+from tasks.common.config import FINAL, Config, check_known, check_trainer, trainer_keys
+from tasks.common.images.augmentation import EVAL_CROP_RATIOS, check_range
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import check_model, model_keys
 from tasks.common.images.sections import field_names
@@ -33,6 +34,7 @@ TAKEN = {
     "backbone_learning_rate": "nothing: all parameters learn at one rate",
     "metric_for_best_model": "nothing: the last teacher is kept",
     "label_smoothing_factor": "nothing: there are no labels",
+    "gradient_checkpointing": "nothing: two networks and several crops are encoded in each step",
 }
 
 
@@ -83,6 +85,8 @@ class DinoConfig:
             check_boolean(f"dino.{name}", getattr(self, name))
         for name in ("teacher_momentum", "centre_momentum"):
             check_share(f"dino.{name}", getattr(self, name))
+        if self.teacher_momentum == 1:
+            raise ValueError("dino.teacher_momentum=1 must be below 1: the teacher, which is kept, would never change")
         for name in ("student_temperature", "teacher_temperature", "warmup_teacher_temperature"):
             check_finite(f"dino.{name}", getattr(self, name), zero=False)
         for name in ("warmup_epochs", "min_learning_rate", "weight_decay_end"):
@@ -128,7 +132,7 @@ class EvaluationConfig:
             check_boolean(f"evaluation.{name}", getattr(self, name))
         self.linear_scale = CropConfig.pair("evaluation.linear_scale", self.linear_scale)
         if self.eval_crop_ratio is not None:
-            check_share("evaluation.eval_crop_ratio", self.eval_crop_ratio)
+            check_range("eval_crop_ratio", self.eval_crop_ratio, *EVAL_CROP_RATIOS, section="evaluation")
 
 
 def check_config(config: Config) -> Config:
@@ -150,6 +154,11 @@ def check_config(config: Config) -> Config:
     DinoConfig(**config["dino"])
     EvaluationConfig(**config["evaluation"])
     _check_trainer(config["trainer"])
+    if data.stage == FINAL and config["trainer"].get("eval_strategy") not in (None, "no"):
+        raise ValueError(
+            f"trainer.eval_strategy={config['trainer']['eval_strategy']!r} must be no with data.stage=final: the "
+            "validation images are training images, and each would be its own nearest neighbour"
+        )
     check_model(config["model"])
     return config
 

@@ -20,9 +20,10 @@ import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.pretrained import check_saved_folder, load_whole_model, weights_sha256
 from hf_sparseprior.saved_processor import load_image_processor
 from tasks.common.command import run_command
-from tasks.common.config import Config, apply_overrides, check_known, read_layers
+from tasks.common.config import FINAL, Config, apply_overrides, check_known, read_layers
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
+from tasks.common.images.processor import make_processor
 from tasks.common.images.sections import field_names
 from tasks.common.images.sources import drop_corrupt
 from tasks.common.processes import check_alone
@@ -45,21 +46,35 @@ from tasks.pretraining.evaluation import (
 READ = ("data", "evaluation")
 
 
-def run_config(model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The sections `data` and `evaluation` of a YAML file, or of the run that saved the model, with overrides."""
+def run_config(model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, Any]]:
+    """The sections `data` and `evaluation` of a YAML file, or of the run that saved the model, with overrides; and what
+    of `evaluation` was given here, not by the run.
+    """
     config = read_layers(Path(file), SECTIONS) if file else stored_config(model)
     config = {section: dict(config.get(section, {})) for section in READ}
-    apply_overrides(config, overrides, READ)
+    given: Config = {"data": {}, "evaluation": dict(config["evaluation"]) if file else {}}
+    for sections in (config, given):
+        apply_overrides(sections, overrides, READ)
     for section, kind in zip(READ, (DataConfig, EvaluationConfig), strict=True):
         check_known(config[section], field_names(kind), f"section {section!r}")
         kind(**config[section])
-    return config
+    return config, given["evaluation"]
 
 
 def evaluate_model(
-    folder: Path, config: Config, split: str, out: Path, batch_size: int, linear: bool, device: str, workers: int = 0
+    folder: Path,
+    config: Config,
+    split: str,
+    out: Path,
+    batch_size: int,
+    linear: bool,
+    device: str,
+    workers: int = 0,
+    new_crop: bool = False,
 ) -> dict[str, Any]:
     """k-NN and, if asked, linear accuracy of a saved model's features on a split; writes them into `out`.
+
+    `new_crop`: images are cut as `evaluation.eval_crop_ratio` says, not as the saved image processor does.
 
     Returns:
         The content of results_SPLIT.json.
@@ -69,12 +84,19 @@ def evaluate_model(
     """
     check_alone("evaluate")
     check_place(out, "--out")
+    if split == "validation" and config["data"].get("stage") == FINAL:
+        raise ValueError(
+            "--split validation with data.stage=final: these are training images, and each would be its own nearest "
+            "neighbour"
+        )
     backbone = load_whole_model(folder, AutoModel).eval().to(device)
     processor, evaluation = load_image_processor(folder), EvaluationConfig(**config["evaluation"])
     data_config = as_trained(DataConfig(**config["data"]), processor)
     data = load_data(data_config)
     data.splits = {name: data.splits[name] for name in ("train", split)}
     drop_corrupt(data, data_config, workers, show_progress=True)
+    if new_crop:
+        processor = make_processor(backbone.config, evaluation.eval_crop_ratio, data_config.decoding, "evaluation")
     plain = Preparation(processor, backbone.config.num_channels)
     images = {name: ImageDataset(own, plain, data_config.cache) for name, own in data.splits.items()}
     knn = Knn(images["train"], evaluation, len(data.classes), batch_size, device, progress=True)
@@ -120,10 +142,12 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         folder = model_folder(arguments.model, CONFIG_NAME)
         check_saved_folder(folder)
-        config = run_config(folder, arguments.config, arguments.overrides)
+        config, given = run_config(folder, arguments.config, arguments.overrides)
         out, split = arguments.out or evaluation_folder(folder), arguments.split
+        config["evaluation"]["linear"] = linear = arguments.linear or bool(given.get("linear"))
         results = evaluate_model(
-            *(folder, config, split, out, arguments.batch_size, arguments.linear, arguments.device, arguments.workers)
+            *(folder, config, split, out, arguments.batch_size, linear, arguments.device, arguments.workers),
+            new_crop="eval_crop_ratio" in given,
         )
         for name, value in results["metrics"].items():
             error = 100 * results["standard_errors"][name]

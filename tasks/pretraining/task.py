@@ -62,7 +62,6 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     crop_config, evaluation = CropConfig(**config["crops"]), EvaluationConfig(**config["evaluation"])
     with arguments.main_process_first(desc="reading the data"):
         data = load_data(data_config)
-        corrupt = drop_corrupt(data, data_config, arguments.dataloader_num_workers, not arguments.disable_tqdm)
     set_seed(arguments.seed)
     dino = Dino(build_backbone(config["model"]), dino_config)
     own = dino.student.backbone.config
@@ -72,6 +71,9 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     size = image_processor_settings(own)["size"]
     crops = MultiCrop(crop_config, (size["height"], size["width"]), own.image_mean, own.image_std, own.num_channels)
     processor = make_processor(own, evaluation.eval_crop_ratio, data_config.decoding, "evaluation")
+    # What takes long comes after what may be refused, and draws nothing from the generators of the model.
+    with torch.random.fork_rng(devices=[]), arguments.main_process_first(desc="looking for damaged images"):
+        corrupt = drop_corrupt(data, data_config, arguments.dataloader_num_workers, not arguments.disable_tqdm)
     plain = Preparation(processor, own.num_channels)
     datasets: dict[str, ImageDataset] = {"train": CropDataset(data.splits["train"], crops, arguments.seed)}
     datasets |= {split: ImageDataset(data.splits[split], plain, data_config.cache) for split in ("validation", "test")}

@@ -61,8 +61,8 @@ class TrainerConfig:
 
     output_dir: where the run lies.
     seed: seeds the weights, the order of windows, noise and crops.
-    steps: updates of the weights.
-    epochs: passes over the windows, which replace `steps`; null: `steps` says how many updates.
+    steps: updates of the weights; null: 3,000, unless `epochs` says how many.
+    epochs: passes over the windows, in place of `steps`.
     batch_size: windows an update, of all processes together.
     learning_rate, warmup_steps: cosine per step down to 0 after a linear warm-up.
     betas, weight_decay: as AdamW has them.
@@ -78,14 +78,14 @@ class TrainerConfig:
     test_episodes: rollouts on the seeds of evaluation when the policy is trained, as `evaluate` plays them; 0: none.
     test_steps: actions after which such an episode has failed; null: the environment's horizon.
     test_seed: seed of the first such episode, TEST_SEED or more; null: TEST_SEED. `evaluate` begins with it, too.
-    save_steps: updates between two checkpoints; null: as validate_steps.
+    save_steps: updates between two checkpoints; null: as validate_steps, or 500.
     nonfinite_loss: at a loss or weights that are not finite, "stop" before anything is saved, or "continue".
     disable_tqdm: no progress line.
     """
 
     output_dir: str = ""
     seed: int = 0
-    steps: int = 3000
+    steps: int | None = None
     epochs: int | None = None
     batch_size: int = 64
     learning_rate: float = 1e-4
@@ -167,7 +167,23 @@ def check_config(config: dict[str, dict[str, Any]]) -> tuple[DataConfig, PolicyC
     policy = PolicyConfig(**config["policy"], encoder=encoder)
     for key in policy.cameras:
         policy.encoder_config(key)
-    return DataConfig(**config["data"]), policy, TrainerConfig(**config["trainer"])
+    if not policy.cameras:
+        _refuse_images(config)
+    data, trainer = DataConfig(**config["data"]), TrainerConfig(**config["trainer"])
+    if trainer.epochs is not None and trainer.steps is not None:
+        raise ValueError(
+            f"trainer.steps={trainer.steps} and trainer.epochs={trainer.epochs} exclude each other; set one to null"
+        )
+    return data, policy, trainer
+
+
+def _refuse_images(config: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError for settings of images, which a policy without cameras does not have."""
+    given = {f"encoder.{name}": value for name, value in config["encoder"].items()}
+    images = ("image_size", "crop", "reconstruction_size")
+    given |= {f"policy.{name}": config["policy"][name] for name in images if config["policy"].get(name) is not None}
+    for name, value in given.items():
+        raise ValueError(f"{name}={value!r} is of images, and policy.observations has no camera")
 
 
 def _is_fraction(value: Any) -> bool:

@@ -28,6 +28,7 @@ from hf_sparseprior.checks import check_integer
 from hf_sparseprior.files import check_new, write_text
 from tasks.common.command import run_command
 from tasks.common.environment import command_line
+from tasks.common.locks import holder, locked
 from tasks.common.results import write_results
 from tasks.robotics import commands
 from tasks.robotics.config import VALIDATION_SEED
@@ -122,11 +123,23 @@ def demonstrate(
 
     Raises:
         ValueError: for bad values, unfinished work of another run, or a task that is never solved.
-        OSError: if the file exists and is finished, with its JSON and pictures.
+        OSError: if the file exists and is finished, with its JSON and pictures, or while another process writes it.
     """
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be 1 or more")
     check_integer("--seed", seed, 0)
+    lock = out.with_name(f"{out.name}.lock")
+    with locked(lock) as mine:
+        if not mine:
+            raise OSError(
+                f"{out} is in use by {holder(lock) or 'another process'}; wait for its end or choose another OUT"
+            )
+        return _demonstrate(task, out, episodes, seed, cameras, image_size)
+
+
+def _demonstrate(
+    task: str, out: Path, episodes: int, seed: int, cameras: Sequence[str], image_size: int | None
+) -> dict[str, Any]:
     folder = _unfinished(out)
     if not folder.exists():  # else the episodes may be written and what lies next to them not
         check_new(out)

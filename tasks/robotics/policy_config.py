@@ -208,4 +208,7 @@ class PolicyConfig:
                 f"encoder.patch_size={list(patch)} must be at most the {size[0]}x{size[1]} pixels of {key}"
             )
         options["image_size"] = [side - side % step for side, step in zip(size, patch, strict=True)]
-        return self.encoder_family.make_config(self.encoder.get("preset"), **options)
+        config = self.encoder_family.make_config(self.encoder.get("preset"), **options)
+        if config.num_channels != 3:
+            raise ValueError(f"encoder.num_channels={config.num_channels} must be 3, the channels of a camera's images")
+        return config

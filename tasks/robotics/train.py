@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
+from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.command import run_command, tell_data
 from tasks.common.metrics import pack_correct
 from tasks.common.models import FAMILY_KEYS, alike_across_priors, decay_change
@@ -114,7 +115,12 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
     """
     data, policy_config, trainer = check_config(config)
     check_shapes(demonstrations, policy_config)
-    train = read_episodes(demonstrations, demonstrations.split("train")[: data.episodes], policy_config)
+    episodes = demonstrations.split("train")
+    if data.episodes is not None and data.episodes > len(episodes):
+        raise ValueError(
+            f"data.episodes={data.episodes} must be at most the {len(episodes)} for training in {data.path}"
+        )
+    train = read_episodes(demonstrations, episodes[: data.episodes], policy_config)
     held_out = read_episodes(demonstrations, demonstrations.split("validation"), policy_config)
     normalizer = fit_normalizer(train, policy_config, data.floor, data.floors)
     torch.manual_seed(trainer.seed)
@@ -126,6 +132,11 @@ def make_training(config: dict[str, dict[str, Any]], demonstrations: Demonstrati
     )
     if folder := config["encoder"].get("pretrained"):
         start_encoders(policy, folder, config["encoder"])
+    elif has_unlearned_predictor(policy):
+        raise ValueError(
+            f"encoder.prior={policy_config.encoder.get('prior')!r} has a predictor that learns from dense attention, "
+            "which nothing does here; start from encoder.pretrained, where it has learned"
+        )
     validation = Windows(held_out, policy_config) if held_out else None
     training = Training(policy, trainer, Windows(train, policy_config), validation, Path(trainer.output_dir))
     training.about = {

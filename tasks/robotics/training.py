@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,6 +27,7 @@ from hf_sparseprior.files import sync, whole_folder, write_text
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest
+from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.command import RunStopped
 from tasks.common.processes import check_joined, join_on_cpu
 from tasks.common.run_folder import MODEL
@@ -39,6 +40,7 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 SETTING = "trainer.nonfinite_loss"
 LOGGED = ("loss", "diffusion")
+STEPS, SAVE_STEPS = 3000, 500  # unless the config says others
 CHECKPOINT_FILES = (WEIGHTS_FILE, EMA_FILE, OPTIMIZER_FILE, TRAINER_STATE_NAME)
 # At validation processes wait for the one whose episodes take longest; torch would give up after ten minutes.
 PATIENCE = timedelta(hours=24)
@@ -59,9 +61,14 @@ class Training:
         self.accelerator = Accelerator(
             cpu=join_on_cpu(),
             mixed_precision=config.mixed_precision,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=PATIENCE),
+                DistributedDataParallelKwargs(find_unused_parameters=has_unlearned_predictor(policy)),
+            ],
         )
         check_joined()
+        if config.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
+            raise ValueError("trainer.mixed_precision='fp16' is for GPUs; on a CPU use bf16 or no")
         processes, windows = self.accelerator.num_processes, min(config.batch_size, len(train))
         if windows < processes:
             raise ValueError(
@@ -75,7 +82,7 @@ class Training:
             weight_decay=config.weight_decay,
         )
         self.epoch_steps = max(1, len(train) // config.batch_size)  # a smaller last batch of an epoch is left out
-        self.steps = config.epochs * self.epoch_steps if config.epochs else config.steps
+        self.steps = config.epochs * self.epoch_steps if config.epochs else config.steps or STEPS
         # Not prepared, because accelerate would take a step for every process.
         self.schedule = get_cosine_schedule_with_warmup(optimizer, min(config.warmup_steps, self.steps), self.steps)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
@@ -133,9 +140,9 @@ class Training:
                 self._validate()
                 self.seconds += time.monotonic() - started
                 progress.set_postfix(self._numbers(), refresh=False)
-            every = self.config.save_steps or self.config.validate_steps
+            every = self.config.save_steps or self.config.validate_steps or SAVE_STEPS
             stop = self.stop.agreed()
-            if stop or last or (every and self.step % every == 0):
+            if stop or last or self.step % every == 0:
                 self._check_weights()
                 self._save_checkpoint()
             if stop and not last:
@@ -246,14 +253,12 @@ class Training:
         return sorted(gather_object(mine), key=lambda episode: episode.seed)
 
     def metrics(self) -> dict[str, Any]:
-        """The numbers of the policy that was saved."""
+        """The numbers of the policy that was saved: of the best validation or, without episodes, of the last step."""
+        if self.best is not None:
+            return {**_without_step(self.best), "policy_step": self.best["step"]}
         latest: dict[str, Any] = {}
         for entry in self.history:
-            latest |= {key: value for key, value in entry.items() if key != "step"}
-        if self.best is not None:
-            latest |= {key: value for key, value in self.best.items() if key != "step"} | {
-                "policy_step": self.best["step"]
-            }
+            latest |= _without_step(entry)
         return latest
 
     # ---- files ------------------------------------------------------------------------------------------------------
@@ -329,6 +334,10 @@ def _seed(seed: int, step: int, process: int) -> int:
 
 
 @torch.no_grad()
+def _without_step(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != "step"}
+
+
 def validation_loss(policy: CrosswayPolicy, windows: Windows, batch_size: int, batches: int) -> float:
     """Mean squared error of the noise over some windows, with the same windows, noise and diffusion steps every time.
 

@@ -82,6 +82,20 @@ def joined(first: Videos, second: Videos) -> Videos:
     return Videos(first.paths + second.paths, np.concatenate([first.labels, second.labels]))
 
 
+SHORT_SIDE = "set data.short_side"
+
+
+class TooSmall(ValueError):
+    """Frames are smaller than what is cut out of them. They are not damaged, so `data.corrupt=skip` keeps them."""
+
+
+def check_frames(frames: np.ndarray, size: tuple[int, int], whose: str) -> None:
+    """Raise TooSmall unless (height, width) can be cut out of frames (F, height, width, 3)."""
+    (height, width), (rows, columns) = size, frames.shape[1:3]
+    if rows < height or columns < width:
+        raise TooSmall(f"frames of {rows}x{columns} pixels must be at least {height}x{width}, {whose}; {SHORT_SIDE}")
+
+
 class Preparation:
     """Turns decoded frames into pixel values, cut to the model's size and normalised.
 
@@ -105,6 +119,11 @@ class Preparation:
         fill = [round(255 * value) for value in model_config.image_mean]
         self.fill = (fill[0], fill[0], fill[0]) if len(fill) == 1 else (fill[0], fill[1], fill[2])
 
+    @property
+    def cut(self) -> tuple[tuple[int, int], str]:
+        """(height, width) of what is cut out, and whose it is."""
+        return self.size, self.whose
+
     def __call__(self, frames: np.ndarray, random: np.random.Generator | None = None, along: float = 0.5) -> Tensor:
         """Turn uint8 (F, height, width, 3) into float32 (F, 3, H, W).
 
@@ -113,12 +132,8 @@ class Preparation:
             random: an augmentation draws from it.
             along: where along the longer side of the frames the window is cut, from 0 (left or top) to 1.
         """
+        check_frames(frames, *self.cut)
         (height, width), (rows, columns) = self.size, frames.shape[1:3]
-        if rows < height or columns < width:
-            raise ValueError(
-                f"frames of {rows}x{columns} pixels must be at least {height}x{width}, {self.whose}; "
-                "set data.short_side"
-            )
         across_rows, across_columns = (along, 0.5) if rows > columns else (0.5, along)
         top, left = int((rows - height) * across_rows), int((columns - width) * across_columns)
         augmentation, brightness, contrast = self.augmentation, 0.0, 1.0

@@ -103,7 +103,7 @@ def _listed(config: DataConfig, split: str) -> Named:
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
     """The rows of a CSV file, none of these columns empty."""
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         if not set(columns) <= set(reader.fieldnames or ()):
             names = f"{', '.join(columns[:-1])} and {columns[-1]}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoModelForVideoClassification, set_seed
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
@@ -22,7 +23,14 @@ from tasks.common.images.model import from_scratch
 from tasks.common.models import alike_across_priors
 from tasks.video.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
-from tasks.video.data import check_test_shape, load_data, make_dataset, make_test_dataset
+from tasks.video.data import (
+    ClipDataset,
+    VideoData,
+    check_test_shape,
+    load_data,
+    make_dataset,
+    make_test_dataset,
+)
 from tasks.video.motion import CLASSES, PLAYS
 from tasks.video.pictures import draw_clips
 from tasks.video.scan import drop_corrupt
@@ -54,15 +62,30 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     with arguments.main_process_first(desc="reading the data"):
         data = load_data(data_config)
-        corrupt = drop_corrupt(data, data_config, arguments.dataloader_num_workers, not arguments.disable_tqdm)
     set_seed(arguments.seed)
     model = build_model(config["model"], data.classes)
+    if model.config.num_channels != 3:
+        raise ValueError(f"model.num_channels={model.config.num_channels} must be 3, the channels of a frame")
     check_test_shape(model, data_config)
-    datasets = {
-        "train": make_dataset(data.splits["train"], data_config, model.config, augmentation, arguments.seed),
-        "validation": make_dataset(data.splits["validation"], data_config, model.config),
-        "test": make_test_dataset(data.splits["test"], data_config, model.config),
-    }
+
+    def datasets_of(data: VideoData) -> dict[str, ClipDataset]:
+        return {
+            "train": make_dataset(data.splits["train"], data_config, model.config, augmentation, arguments.seed),
+            "validation": make_dataset(data.splits["validation"], data_config, model.config),
+            "test": make_test_dataset(data.splits["test"], data_config, model.config),
+        }
+
+    train_collator = make_collator(augmentation, len(data.classes), arguments)
+    # What takes long comes after what may be refused, and draws nothing from the generators of the model.
+    with torch.random.fork_rng(devices=[]), arguments.main_process_first(desc="looking for damaged videos"):
+        corrupt = drop_corrupt(
+            data,
+            data_config,
+            arguments.dataloader_num_workers,
+            not arguments.disable_tqdm,
+            {split: dataset.prepare.cut for split, dataset in datasets_of(data).items()},
+        )
+    datasets = datasets_of(data)
     return Prepared(
         model=model,
         classes=data.classes,
@@ -71,7 +94,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         split_names={"train": "train and validation"} if data_config.stage == FINAL else {},
         save_processor=lambda folder: save_processor(folder, model.config, data_config.short_side),
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
-        train_collator=make_collator(augmentation, len(data.classes), arguments),
+        train_collator=train_collator,
         test_views=data_config.test_views,
         top=TOP,
         details=lambda: {"corrupt_videos": corrupt},
@@ -85,7 +108,9 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     check_classes(model, data.classes)  # what takes long comes after what may be refused
     check_test_shape(model, data_config)
     part = replace(data, splits={split: data.splits[split]})
-    corrupt = drop_corrupt(part, data_config, config["trainer"].get("dataloader_num_workers", 0), show_progress=True)
+    cuts = {split: make_test_dataset(data.splits[split], data_config, model.config).prepare.cut}
+    workers = config["trainer"].get("dataloader_num_workers", 0)
+    corrupt = drop_corrupt(part, data_config, workers, show_progress=True, cuts=cuts)
     data.splits |= part.splits
     dataset = make_test_dataset(data.splits[split], data_config, model.config)
     return Split(dataset, data.classes, data.description, data_config.test_views, TOP, {"corrupt_videos": corrupt})

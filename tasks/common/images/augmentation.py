@@ -26,6 +26,7 @@ from tasks.common.images.randaugment import parse_policy, randaugment
 logger = logging.getLogger("hf_sparseprior.augmentation")
 
 CROPS = ("none", "resized", "random")
+EVAL_CROP_RATIOS = (0.1, 1.0)  # at 0.1 a hundredth of an image is looked at, in an image of ten times the model's sides
 INTERPOLATIONS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 ERASING_MODES = ("pixel", "constant")
 
@@ -81,26 +82,26 @@ class AugmentationConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"augmentation.{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         for name in ("flip", "erasing", "mix_probability", "switch_probability"):
-            _check_range(name, getattr(self, name), 0.0, 1.0)
+            check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("color_jitter", "mixup", "cutmix", "mixtoken"):
             check_finite(f"augmentation.{name}", getattr(self, name))
         if self.mixtoken and (self.mixup or self.cutmix):
             raise ValueError(
                 f"augmentation.mixtoken={self.mixtoken!r} goes with neither mixup nor cutmix; set both to 0"
             )
-        _check_range("label_smoothing", self.label_smoothing, 0.0, 0.999)
+        check_range("label_smoothing", self.label_smoothing, 0.0, 0.999)
         for name, high in (("scale", 1.0), ("ratio", float("inf"))):
             value = getattr(self, name)
             if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
                 raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
             for end in value:
-                _check_range(name, end, 1e-6, high)
+                check_range(name, end, 1e-6, high)
             if value[0] > value[1]:
                 raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
         for name, low in (("padding", 0), ("repeats", 1)):
             check_integer(f"augmentation.{name}", getattr(self, name), low)
         if self.eval_crop_ratio is not None:
-            _check_range("eval_crop_ratio", self.eval_crop_ratio, 1e-6, 1.0)
+            check_range("eval_crop_ratio", self.eval_crop_ratio, *EVAL_CROP_RATIOS)
         check_boolean("augmentation.force_color_jitter", self.force_color_jitter)
         if self.randaugment is not None:
             try:
@@ -119,11 +120,12 @@ class AugmentationConfig:
         return self.crop != "none" or bool(self.flip or self.randaugment or self.color_jitter or self.erasing)
 
 
-def _check_range(name: str, value: Any, low: float, high: float) -> None:
+def check_range(name: str, value: Any, low: float, high: float, section: str = "augmentation") -> None:
+    """Raise ValueError unless the value of a section's field is a number from `low` to `high`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high:
         allowed = f"of {low:g} or more" if math.isinf(high) else f"in {low:g}..{high:g}"
-        raise ValueError(f"augmentation.{name}={value!r} must be a number {allowed}")
+        raise ValueError(f"{section}.{name}={value!r} must be a number {allowed}")
 
 
 class Augmentation:

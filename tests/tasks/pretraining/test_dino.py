@@ -279,6 +279,13 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
         ({"trainer": {"load_best_model_at_end": True}}, "keeps the last teacher"),
         ({"trainer": {"learning_rate": 0.0}}, r"trainer\.learning_rate=0\.0 must be a number above 0"),
         ({"dino": {"teacher_momentum": 2}}, r"dino\.teacher_momentum=2 must be a number in \[0, 1\]"),
+        ({"dino": {"teacher_momentum": 1}}, r"dino\.teacher_momentum=1 must be below 1"),
+        ({"evaluation": {"eval_crop_ratio": 0}}, r"evaluation\.eval_crop_ratio=0 must be a number in 0\.1\.\.1"),
+        ({"trainer": {"gradient_checkpointing": True}}, r"trainer\.gradient_checkpointing=True is not for DINO"),
+        (
+            {"data": {"stage": "final"}, "trainer": {"eval_strategy": "epoch"}},
+            r"trainer\.eval_strategy='epoch' must be no with data\.stage=final",
+        ),
         ({"dino": {"temperature": 1}}, "section 'dino' has no key 'temperature'"),
         ({"crops": {"global_scale": [0.5, 0.2]}}, r"crops\.global_scale=.* the smaller one first, at most 1"),
         ({"crops": {"blur": [1.0]}}, "must be three numbers"),

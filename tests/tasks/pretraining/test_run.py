@@ -124,6 +124,18 @@ def test_bad_values_of_evaluate_are_one_line(run, capsys):
     assert "evaluation.neighbours=101 must be at most the 100 images" in capsys.readouterr().err
     assert evaluate.main([str(run), "trainer.seed=1"]) == 2
     assert "trainer" in capsys.readouterr().err
+    assert evaluate.main([str(run), "--split", "validation", "data.stage=final"]) == 2
+    assert "each would be its own nearest neighbour" in capsys.readouterr().err
+
+
+def test_what_evaluate_is_given_acts(run, tmp_path):
+    """`evaluation.linear=true` trains the classifier, and another crop is seen."""
+    out = tmp_path / "out"
+    assert evaluate.main([str(run), "--out", str(out), "evaluation.linear=true", "evaluation.eval_crop_ratio=0.5"]) == 0
+    found = json.loads((out / "results_test.json").read_text())
+    own = json.loads((run / "results.json").read_text())["metrics"]
+    assert found["metrics"].keys() == {"test_knn_accuracy", "test_linear_accuracy"}
+    assert found["metrics"]["test_knn_accuracy"] != own["test_knn_accuracy"]
 
 
 def test_the_teacher_is_a_model_that_other_tasks_start_from(run, tmp_path):

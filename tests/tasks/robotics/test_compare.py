@@ -189,7 +189,7 @@ def wilson(right, count, z=1.959963984540054):
         ("trainer.test_episodes=-1", r"trainer\.test_episodes=-1 must"),
         ("trainer.test_steps=0", r"trainer\.test_steps=0 must"),
         ("encoder.pretrained=folder", r"encoder\.pretrained='folder' is not for comparisons"),
-        ("policy.observations={agent_pos: [2]}", r"policy\.observations names no camera"),
+        ("policy.observations={agent_pos: [2]}", r"policy\.observations has no camera"),
         ("trainer.seed=3", r"trainer\.seed is the comparison's to choose"),
     ],
 )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tasks.common.locks import locked
 from tasks.robotics import demonstrate as command
 from tasks.robotics.demonstrate import AFTER_SUCCESS, demonstrate, main, make_demonstrator, record, replay
 from tasks.robotics.environments import gl_library, make_environment
@@ -131,6 +132,14 @@ def test_an_interrupted_recording_goes_on(lift_file, tmp_path, monkeypatch):
         for key in ("actions", "executed_actions", *theirs.shapes):
             assert np.array_equal(ours.read(name, key), theirs.read(name, key))
     assert {path.name for path in tmp_path.iterdir()} == {"lift.hdf5", "lift.hdf5.json"}
+
+
+def test_two_recordings_of_one_file_are_not_made_at_once(tmp_path, capsys):
+    out = tmp_path / "lift.hdf5"
+    with locked(tmp_path / "lift.hdf5.lock") as mine:
+        assert mine and main(["lift", str(out), "--episodes", "2"]) == 2
+    error = capsys.readouterr().err
+    assert f"{out} is in use by process" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["write_results", "draw"])

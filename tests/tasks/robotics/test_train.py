@@ -257,11 +257,38 @@ def test_windows_of_table_6():
         ("encoder.patch_size=[8]", r"encoder\.patch_size=\[8\] must be an integer of 1 or more"),
         ("encoder.patch_size=90", r"encoder\.patch_size=\[90, 90\] must be at most the 76x76 pixels"),
         ("trainer.betas=[a, b]", r"trainer\.betas=\['a', 'b'\] must be two numbers in"),
+        ("trainer.steps=3", r"trainer\.steps=3 and trainer\.epochs=501 exclude each other"),
+        ("encoder.num_channels=1", r"encoder\.num_channels=1 must be 3"),
     ],
 )
 def test_bad_values_are_refused(override, message):
     with pytest.raises(ValueError, match=message):
         load_config(LIFT_DENSE, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [("encoder.prior=violin", "encoder.prior='violin'"), ("policy.crop=9", "policy.crop=9")],
+)
+def test_settings_of_images_are_refused_without_a_camera(override, name):
+    with pytest.raises(ValueError, match=rf"{name} is of images, and policy.observations has no camera"):
+        load_config(shipped.path("robotics/smoke.yaml#lift_state"), [override])
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("encoder", {"prior": "sparsifiner"}, "encoder.prior='sparsifiner' has a predictor that learns from dense"),
+        ("data", {"episodes": 11}, "data.episodes=11 must be at most the 10 for training"),
+        ("trainer", {"mixed_precision": "fp16"}, "mixed_precision='fp16' is for GPUs"),
+    ],
+)
+def test_what_would_do_nothing_ends_a_run_before_it_begins(demonstrations, tmp_path, section, values, message):
+    config = with_cameras(configuration(demonstrations, tmp_path / "run"))
+    config[section] |= values
+    with pytest.raises(ValueError, match=message):
+        train.run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_and_broken_files_are_one_line_and_status_2(tmp_path, demonstrations, capsys):

@@ -99,9 +99,9 @@ def test_an_epoch_takes_every_window_once_and_processes_share_each_batch(demonst
     assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("options", [{"mixed_precision": "bf16"}, {"epochs": 2, "max_grad_norm": 0.1}])
+@pytest.mark.parametrize("options", [{"mixed_precision": "bf16"}, {"epochs": 2, "steps": None, "max_grad_norm": 0.1}])
 def test_other_ways_to_train(demonstrations, tmp_path, options):
-    results = train.run(configuration(demonstrations, tmp_path / "run", steps=2, batch_size=32, **options))
+    results = train.run(configuration(demonstrations, tmp_path / "run", **{"steps": 2, "batch_size": 32, **options}))
     assert results["steps"] == (2 * (results["windows"] // 32) if "epochs" in options else 2)
     assert np.isfinite(results["metrics"]["validation_loss"])
 
@@ -171,3 +171,22 @@ def test_the_better_policy_is_kept():
     assert training.is_better(entry(0.5, 0.3), entry(0.5, 0.2))
     assert training.is_better(entry(0.5, 0.2), entry(0.5, 0.2))
     assert not training.is_better(entry(0.5, 0.1), entry(0.5, 0.2))
+
+
+def test_the_metrics_of_a_chosen_policy_are_of_its_step():
+    history = [{"step": 1, "loss": 2.0}, {"step": 1, "validation_loss": 3.0}, {"step": 2, "loss": 1.0}]
+    best = {"step": 1, "validation_loss": 3.0, "validation_success": 0.5}
+    found = training.Training.metrics(SimpleNamespace(history=history, best=best))
+    assert found == {"validation_loss": 3.0, "validation_success": 0.5, "policy_step": 1}
+    assert training.Training.metrics(SimpleNamespace(history=history, best=None)) == {
+        "loss": 1.0,
+        "validation_loss": 3.0,
+    }
+
+
+def test_checkpoints_are_saved_where_nothing_says_when(demonstrations, tmp_path, monkeypatch):
+    saved, save = [], training.Training._save_checkpoint
+    monkeypatch.setattr(training, "SAVE_STEPS", 4)
+    monkeypatch.setattr(training.Training, "_save_checkpoint", lambda loop: (saved.append(loop.step), save(loop)))
+    train.run(configuration(demonstrations, tmp_path / "run", save_steps=None, validate_steps=None))
+    assert saved == [4, 8, 10]

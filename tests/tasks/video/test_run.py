@@ -19,7 +19,7 @@ from hf_sparseprior import (
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
 )
-from tasks.video import compare, data, evaluate, train
+from tasks.video import compare, data, evaluate, task, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.task import VIDEO, build_model, processor_settings
@@ -147,6 +147,30 @@ def test_kinetics_name_of_the_validation_split_is_read_too(videos, tmp_path):
     data = load_data(DataConfig(source="folder", path=str(copy)))
     assert list(data.splits) == ["train", "validation", "test"] and len(data.splits["validation"].paths) == 8
     assert data.splits["validation"].paths[0].parts[-3] == "val"
+
+
+def test_lists_that_a_spreadsheet_wrote_are_read(tmp_path):
+    (tmp_path / "lists").mkdir()
+    for split in ("train", "validation", "test"):
+        (tmp_path / "lists" / f"{split}.csv").write_text("path,label\na.mkv,up\nb.mkv,down\n", encoding="utf-8-sig")
+    data = load_data(DataConfig(source="csv", path=str(tmp_path), lists=str(tmp_path / "lists")))
+    assert data.classes == ["down", "up"] and [path.name for path in data.splits["test"].paths] == ["a.mkv", "b.mkv"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.num_channels=1"], "model.num_channels=1 must be 3"),
+        (["data.test_size=18"], "data.test_size=18"),
+        (["augmentation.mixup=1", "trainer.per_device_train_batch_size=3"], "3"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused_before_videos_are_read(
+    overrides, message, config_file, monkeypatch, capsys
+):
+    monkeypatch.setattr(task, "drop_corrupt", lambda *args, **options: pytest.fail("read"))
+    assert train.main(["--config", str(config_file), *overrides]) == 2
+    assert message in capsys.readouterr().err
 
 
 BAD = {

@@ -89,6 +89,23 @@ def test_fatal_names_them_and_unchecked_does_not_look(damaged):
     assert len(data.splits["train"].paths) == 24
 
 
+def test_videos_that_are_too_small_are_no_damage_and_are_named(whole, tmp_path):
+    """They are the size of the model's window or larger, or the run ends before it begins; scaled ones fit."""
+    folder = tmp_path / "videos"
+    shutil.copytree(whole, folder)
+    small = folder / "test" / "right" / "05.mkv"
+    write_video(small, np.zeros((6, 12, 40, 3), dtype=np.uint8))
+    cuts = {"train": ((16, 16), "the model's"), "test": ((14, 14), "data.test_size")}
+    for config in (config_of(folder), config_of(folder, corrupt="skip")):
+        with pytest.raises(
+            ValueError, match=r"05\.mkv: frames of 12x40 pixels must be at least 14x14, data\.test_size"
+        ):
+            drop_corrupt(load_data(config), config, cuts=cuts)
+    for fields in ({"short_side": 16}, {"corrupt": "unchecked"}):
+        assert drop_corrupt(load_data(config_of(folder)), config_of(folder, **fields), cuts=cuts) == {}
+    assert drop_corrupt(load_data(config_of(folder)), config_of(folder)) == {}  # not what was found for a window
+
+
 def test_a_split_of_nothing_but_damage_is_refused(whole, tmp_path):
     folder = tmp_path / "videos"
     shutil.copytree(whole, folder)
