@@ -113,11 +113,11 @@ class Loss:
 
 LOSSES: dict[str, Loss] = {}
 # What a loss can need, and the config fields in which student and teacher must then be equal. A family that has stages
-# says its heads there.
+# says its heads there; "heads" are those that compression left of each layer.
 NEEDS = {
     "logits": ("num_labels",),
     "hidden_states": ("hidden_size", "num_prefix_tokens", "output_grid"),
-    "attentions": ("num_hidden_layers", "num_attention_heads", "num_prefix_tokens", "grid", "stages", "compressed"),
+    "attentions": ("num_hidden_layers", "num_attention_heads", "num_prefix_tokens", "grid", "stages", "heads"),
     "scores": (),
 }
 # The teacher is given the student's pixels.
@@ -166,6 +166,14 @@ def _attention(step: Step) -> Tensor:
 # ---- teacher and student --------------------------------------------------------------------------------------------
 
 
+def _field(config: Any, name: str) -> Any:
+    """A field of a config in which teacher and student are compared; None where a family does not have it."""
+    if name == "heads":
+        return [list(layer.heads) for layer in config.layers]
+    value: Any = getattr(config, name, None)
+    return as_pair(value) if name == "image_size" else value
+
+
 class Teacher:
     """A classifier that is used and never trained.
 
@@ -188,10 +196,7 @@ class Teacher:
         own = self.model.config
         fields = dict.fromkeys(field for need in NEEDS if need in needs for field in NEEDS[need])
         for field in (*PIXELS, *fields):
-            teachers: Any = getattr(own, field, None)
-            students: Any = getattr(config, field, None)
-            if field == "image_size":
-                teachers, students = as_pair(teachers), as_pair(students)
+            teachers, students = _field(own, field), _field(config, field)
             if teachers != students:
                 raise ValueError(f"{self.name} has {field}={teachers!r}, the model {students!r}; they must be the same")
         if "logits" in needs and {str(name) for name in own.id2label.values()} == set(config.id2label.values()):

@@ -20,6 +20,7 @@ from hf_sparseprior.checks import check_finite, check_integer
 from hf_sparseprior.compression import MaskSearch, SearchCallback, compressed_config, compressed_model
 from hf_sparseprior.compression.search import PUBLISHED, check_search
 from hf_sparseprior.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, WIDTH
+from tasks.classification.distillation import DistillationConfig
 from tasks.common.config import Config
 from tasks.common.plots import draw_kept
 from tasks.common.results import read_results
@@ -86,10 +87,19 @@ def check_compression(config: dict[str, dict[str, Any]]) -> None:
         raise ValueError(
             f"compression.method={settings.method} trains the whole model; tuning.method={tuning} does not"
         )
-    if config["distillation"].get("phase", "model") != "model":
+    distillation = DistillationConfig(**config["distillation"])
+    if distillation.phase != "model":
         raise ValueError(
             "compression cannot be used with distillation.phase=predictor, which leaves the model as it is"
         )
+    weights, teacher = distillation.weights(), distillation.teacher
+    for structure, loss in (("width", "token"), ("heads", "attention")) if teacher is not None else ():
+        if structure in settings.structures and weights[loss]:
+            raise ValueError(
+                f"compression.structures={settings.structures} prunes the {structure}, which "
+                f"distillation.lambda_{loss}={weights[loss]:g} needs to be the teacher's; "
+                f"leave it out or set distillation.lambda_{loss}=0"
+            )
     trainer = config["trainer"]
     # The variable is how `accelerate launch` asks for it.
     if trainer.get("fsdp") or parse_flag_from_env("ACCELERATE_USE_FSDP"):

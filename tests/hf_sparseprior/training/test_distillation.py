@@ -25,6 +25,7 @@ from hf_sparseprior.training.distillation import (
     train_predictors_alone,
 )
 from hf_sparseprior.training.mixing import check_mixtoken
+from tests.hf_sparseprior.small import VIT
 
 SIZES = {
     "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -447,3 +448,17 @@ def test_attention_loss_without_scores_is_refused():
     for prior in ("dense", "topk"):
         with pytest.raises(ValueError, match=f"predictor has connectivity scores .sparsifiner., not for '{prior}'"):
             Distillation({"attention": 1}, Teacher(make_model())).check(make_model(prior=prior))
+
+
+def test_a_compressed_student_needs_the_teachers_heads_and_not_its_mlp():
+    """Attention is compared head by head."""
+
+    def config(**compressed):
+        return sp.SparsePriorViTConfig(**{**VIT, "num_hidden_layers": 2}, compressed=compressed or None)
+
+    teacher = Teacher(sp.SparsePriorViTForImageClassification(config()))
+    needs = frozenset({"attentions"})
+    teacher.check(config(mlp_width=[3, 5]), needs)
+    with pytest.raises(ValueError, match=r"heads=\[\[0, 1\], \[0, 1\]\], the model \[\[0\], \[0, 1\]\]"):
+        teacher.check(config(heads=[[0], [0, 1]]), needs)
+    teacher.check(config(heads=[[0], [0, 1]]), frozenset({"logits"}))

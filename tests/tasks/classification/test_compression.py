@@ -197,6 +197,18 @@ def test_the_search_is_a_run_of_its_own():
             {"compression": {"phase": "search", "search_epochs": None}, "trainer": {"ema_decay": None}},
             "trainer.load_best_model_at_end=True is not for a search",
         ),
+        (
+            {"compression": {"structures": ["width", "mlp"]}, "distillation": {"teacher": "x"}},
+            r"prunes the width, which distillation\.lambda_token=0\.5 needs to be the teacher's",
+        ),
+        (
+            {
+                "compression": {"structures": ["heads"]},
+                "distillation": {"teacher": "x", "lambda_attention": 1.0},
+                "model": {"prior": "sparsifiner"},
+            },
+            r"prunes the heads, which distillation\.lambda_attention=1 needs to be the teacher's",
+        ),
         ({"trainer": {"fp16": True}}, "trainer.fp16 scales differently; use bf16"),
         ({"trainer": {"fsdp": "full_shard"}}, "compression cannot be used with FSDP"),
         ({"tuning": {"method": "linear"}, "model": {"pretrained": "x"}}, "tuning.method=linear does not"),
