@@ -326,6 +326,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Measure, print, write and draw. Returns whether every output was right."""
+    report.check_file(arguments.out)
     setting = setting_of(arguments)
     names = None if arguments.contenders is None else arguments.contenders.split(",")
     benchmark = Benchmark(setting, names, arguments.budget, arguments.rounds)
@@ -334,8 +335,8 @@ def run(arguments: argparse.Namespace) -> bool:
     growth_sizes = GROWTH_SIZES if arguments.growth else []
     for size in (*sizes, *memory_sizes, *growth_sizes):
         resolve_support(setting.support, setting.heads, size.tokens, nearly_square(size.tokens))
-    earlier = [] if arguments.also is None else earlier_sizes(arguments.also)
     results = report.provenance("attention", arguments)
+    earlier = [] if arguments.also is None else earlier_sizes(arguments.also, results)
     report.print_provenance(results)
     print_contenders(benchmark)
     results["sizes"] = [measure_size(benchmark, size) for size in sizes]
@@ -359,18 +360,25 @@ def run(arguments: argparse.Namespace) -> bool:
     return not any_wrong(results)
 
 
-def earlier_sizes(path: Path) -> list[dict[str, Any]]:
-    """What an earlier run measured.
+ALIKE = ("heads", "width", "support", "decay", "prefix_tokens", "dtype", "layout", "device", "threads", "keep_memory")
+
+
+def earlier_sizes(path: Path, now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run measured, of the same attention on the same processor as this run (`now`, its provenance).
 
     Raises:
-        ValueError: if the file is not one of this command's.
+        ValueError: if the file is not one of this command's, or of another attention.
     """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--also {path} is not JSON: {error}") from None
     if not isinstance(results, dict) or results.get("benchmark") != "attention":
         raise ValueError(f"--also {path} must be a results file of tasks.benchmark.attention")
+    pairs = [(key, results["settings"].get(key), now["settings"].get(key)) for key in ALIKE]
+    pairs.append(("cpu", results["hardware"].get("cpu"), now["hardware"].get("cpu")))
+    if different := [f"{key}: {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
+        raise ValueError(f"--also {path} is of another attention ({'; '.join(different)})")
     return results["sizes"]
 
 

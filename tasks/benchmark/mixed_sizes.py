@@ -120,6 +120,7 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print and write."""
+    report.check_file(arguments.out)
     counts = {name: getattr(arguments, name) for name in ("images", "patches", "rounds", "budget")}
     report.check_positive(**counts)
     family = preset_family(arguments.preset)

@@ -386,6 +386,7 @@ def panels(sizes: Sequence[Mapping[str, Any]]) -> list[list[report.Panel]]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write and draw."""
+    report.check_file(arguments.out)
     report.check_positive(rounds=arguments.rounds, budget=arguments.budget)
     dtype, device = report.machine_of(arguments)
     contenders = parse_contenders(arguments.priors)

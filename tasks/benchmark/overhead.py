@@ -100,6 +100,7 @@ def new_sizes(prior: str, arguments: argparse.Namespace) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print and write."""
+    report.check_file(arguments.out)
     counts = {name: getattr(arguments, name) for name in ("heads", "width", "rounds", "budget", "sizes")}
     report.check_positive(**counts, side=arguments.side)
     if arguments.pixels < PATCH * (arguments.sizes + 2):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 from hf_sparseprior.attention import PriorAttention
 from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.backend_choice import BACKENDS
 from hf_sparseprior.ops import run_plan
 from hf_sparseprior.prior import resolve_prior
 from tasks.benchmark import commands, report
@@ -29,8 +32,13 @@ WAYS = (DENSE, PREDICTION, GATHERED, COMPILED, MASKED, BOTH)
 PASSES = {False: "forward", True: "forward and backward"}
 
 
-def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace) -> dict[str, SetUp]:
-    """What is timed on a grid of side x side patches and a class token, by name.
+BACKENDS_OF = {GATHERED: "gather", COMPILED: "cpp", MASKED: "sdpa"}  # of the ways to attend to lists of keys
+
+
+def set_ups(
+    side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace
+) -> tuple[dict[str, SetUp], dict[str, Callable[[], str | None]]]:
+    """What is timed on a grid of side x side patches and a class token, by name, and what says why it cannot be.
 
     The prediction has no backward pass: no gradient flows from an attention to its predictor.
     """
@@ -55,23 +63,22 @@ def set_ups(side: int, batch: int, keep_rate: float, trains: bool, arguments: ar
         return lambda: call
 
     listed = request._replace(key_ids=predictor(request))
-    timed = {
-        DENSE: passes(lambda: F.scaled_dot_product_attention(q, k, v)),
-        GATHERED: passes(lambda: run_plan(listed, backend="gather")[0]),
-        COMPILED: passes(lambda: run_plan(listed, backend="cpp")[0]),
-        MASKED: passes(lambda: run_plan(listed, backend="sdpa")[0]),
-    }
+    timed = {DENSE: passes(lambda: F.scaled_dot_product_attention(q, k, v))}
+    for way, backend in BACKENDS_OF.items():
+        timed[way] = passes(lambda backend=backend: run_plan(listed, backend=backend)[0])
     if not trains:
         timed[PREDICTION] = lambda: lambda: predictor(request)
         timed[BOTH] = passes(lambda: layer.attend(request)[0])
-    return timed
+    return timed, {way: partial(BACKENDS[backend].can_run, listed) for way, backend in BACKENDS_OF.items()}
 
 
 def measured(side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace) -> dict[str, Any]:
     """`timing.measure` of one size, keep rate and pass."""
     _, device = report.machine_of(arguments)
-    own = set_ups(side, batch, keep_rate, trains, arguments)
-    result = measure(own, device, arguments.budget, arguments.rounds, (DENSE, MASKED), {})
+    own, forecasts = set_ups(side, batch, keep_rate, trains, arguments)
+    result = measure(own, device, arguments.budget, arguments.rounds, (DENSE, MASKED), forecasts)
+    for name, reason in result["left_out"].items():
+        print(f"{side**2} x {batch}, {keep_rate:g}, {PASSES[trains]}: {name} is left out, {reason}")
     return {"tokens": side**2, "batch": batch, "keep_rate": keep_rate, "pass": PASSES[trains], **result}
 
 
@@ -88,12 +95,15 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print and write."""
+    report.check_file(arguments.out)
     report.check_positive(
         heads=arguments.heads, width=arguments.width, rounds=arguments.rounds, budget=arguments.budget
     )
     sizes = report.parse_sizes("--sizes", arguments.sizes)
     rates = report.from_yaml("--keep-rates", f"[{arguments.keep_rates}]")
     for rate in rates:
+        if rate == 1:
+            raise ValueError("--keep-rates 1 must be below 1: at 1 attention is dense, and nothing is predicted")
         resolve_prior({"predictor": {"name": "sparsifiner", "keep_rate": rate}}, arguments.heads, (2, 2))
     report.machine_of(arguments)
     results = report.provenance("predictor", arguments)

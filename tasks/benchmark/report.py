@@ -110,6 +110,14 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0")
 
 
+def check_file(out: Path) -> None:
+    """Raise ValueError if results cannot be written there, before anything is measured."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder; it must be a file, like {out / 'results.json'}")
+    if (parent := next(place for place in out.absolute().parents if place.exists())) and not parent.is_dir():
+        raise ValueError(f"--out {out}: {parent} is not a folder")
+
+
 def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device]:
     """What `add_machine_arguments` asked for, checked; sets torch's threads and the allocator.
 

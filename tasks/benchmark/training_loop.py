@@ -28,7 +28,7 @@ from hf_sparseprior.training import (
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
 )
-from tasks.benchmark import commands
+from tasks.benchmark import commands, report
 from tasks.benchmark.timing import turn_order
 from tasks.common.environment import command_line, environment
 from tasks.common.images.model import build_model
@@ -109,6 +109,14 @@ def bare_steps(model: nn.Module, data: TensorImages, options: dict[str, Any], st
     return np.diff(ends)
 
 
+# What SparsePriorTrainer would do on a step besides, and the value with which it does not.
+NOT_IN_THE_BARE_LOOP = {
+    **{"gradient_accumulation_steps": 1, "effective_batch_size": None, "ema_decay": None, "layer_decay": 1.0},
+    **{"backbone_learning_rate": 1.0, "bf16": False, "fp16": False, "gradient_checkpointing": False},
+    **{"torch_compile": False, "label_smoothing_factor": 0.0, "optim": None},
+}
+
+
 def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[str, Any]:
     """Median seconds a step of both loops, and the Trainer's speed as a share of the bare loop's."""
     section = {
@@ -118,6 +126,9 @@ def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[
         **{"remove_unused_columns": False, "logging_strategy": "no"},
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    for key, without in NOT_IN_THE_BARE_LOOP.items():
+        if (value := section.get(key)) not in (None, without):
+            raise ValueError(f"trainer.{key}={value!r} is not in the bare loop, so the two would do different work")
     model = build_model(config["model"], CLASSES)
     height, width = as_pair(model.config.image_size)
     data = TensorImages(steps * section["per_device_train_batch_size"], model.config.num_channels, (height, width))
@@ -150,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--steps {arguments.steps} must be 2 or more, --rounds {arguments.rounds} 1 or more")
     transformers_logging.set_verbosity_error()
     try:
+        report.check_file(arguments.out)
         results = measure(load_image_config(arguments.config, arguments.overrides), arguments.steps, arguments.rounds)
     except USER_ERRORS as error:
         return report_error(parser.prog, error)

@@ -68,9 +68,15 @@ def test_the_picture_shows_an_earlier_run_too(tmp_path, monkeypatch, capsys):
     assert attention.main([*TINY, *few, *larger]) == 0
     assert [tokens for tokens, _ in drawn[0][0].lines["diagonal"]] == [9, 16, 25]
     assert [entry["tokens"] for entry in json.loads(second.read_text())["sizes"]] == [25]
+    for change in (["--width", "4"], ["--dtype", "float64"], ["--support", "window"]):
+        assert attention.main([*TINY, *few, *larger, *change]) == 2
+        assert f"--also {first} is of another attention ({change[0][2:]}: " in capsys.readouterr().err
     first.write_text("[]")
     assert attention.main([*TINY, *few, *larger]) != 0
     assert f"--also {first} must be a results file" in capsys.readouterr().err
+    first.write_bytes(b"\x89PNG")
+    assert attention.main([*TINY, *few, *larger]) == 2
+    assert f"--also {first} is not JSON" in capsys.readouterr().err
 
 
 def test_a_wrong_backend_is_not_timed_and_fails(tmp_path, monkeypatch, capsys):

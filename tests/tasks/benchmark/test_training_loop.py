@@ -59,3 +59,7 @@ def test_bad_values_are_one_line(capsys, tmp_path):
     out = tmp_path / "x.json"
     assert training_loop.main(["--config", str(CONFIG), "--out", str(out), "model.patch_size=3"]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not out.exists()
+    for override in ("trainer.gradient_accumulation_steps=4", "trainer.ema_decay=0.9", "trainer.layer_decay=0.5"):
+        assert training_loop.main(["--config", str(CONFIG), "--out", str(out), override]) == 2
+        error = capsys.readouterr().err
+        assert f"{override} is not in the bare loop" in error and error.count("\n") == 1
