@@ -56,12 +56,14 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
     text = f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +"
     parser.add_argument("prior", help=text)
-    parser.add_argument("--heads", type=int, default=12, help="attention heads (default 12)")
+    parser.add_argument("--heads", type=int, help="attention heads (default 12, or the model's)")
     text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14)"
     parser.add_argument("--grid", type=parse_grid, default=(14, 14), help=text)
-    parser.add_argument("--prefix", type=int, default=1, help="class, distillation and register tokens (default 1)")
-    parser.add_argument("--head-dim", type=int, default=64, help="width of a head, for the FLOPs (default 64)")
-    parser.add_argument("--layers", type=int, default=12, help="layers, for the FLOPs (default 12)")
+    parser.add_argument(
+        "--prefix", type=int, help="class, distillation and register tokens (default 1, or the model's)"
+    )
+    parser.add_argument("--head-dim", type=int, help="width of a head, for the FLOPs (default 64, or the model's)")
+    parser.add_argument("--layers", type=int, help="layers, for the FLOPs (default 12, or the model's)")
     parser.add_argument("--layer", type=int, help="draw this layer (from 1), with its shuffled heads")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, JSON value")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")

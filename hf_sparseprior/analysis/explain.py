@@ -66,13 +66,14 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> list[Path]:
     """Print the numbers, write the pictures, return their paths."""
+    explain_time.check_arguments(arguments)
+    _fill_sizes(arguments)
     sizes = {"heads": (1, "heads"), "prefix": (0, "tokens"), "head_dim": (1, "width"), "layers": (1, "layers")}
     for name, (minimum, kind) in sizes.items():
         check_size(f"--{name.replace('_', '-')}", getattr(arguments, name), minimum, kind)
     check_sides("--grid", arguments.grid, arguments.grid)
     if arguments.layer is not None:
         check_integer("--layer", arguments.layer, 1)
-    explain_time.check_arguments(arguments)
     if not arguments.no_picture and math.prod(arguments.grid) > LARGEST_PICTURE:
         raise ValueError(f"a picture needs {LARGEST_PICTURE} patches or fewer; give --no-picture for numbers alone")
     slots = parse_prior(arguments.prior)
@@ -96,6 +97,29 @@ def run(arguments: argparse.Namespace) -> list[Path]:
     if arguments.time:
         explain_time.explain_time(slots, arguments)
     return written
+
+
+def _fill_sizes(arguments: argparse.Namespace) -> None:
+    """Give the sizes that were not given: those of --model, in its first stage that takes a prior, or of a ViT-B.
+
+    Raises:
+        ValueError: for sizes next to --model, which has its own.
+    """
+    sizes = {"heads": 12, "prefix": 1, "head_dim": 64, "layers": 12}
+    if arguments.model is not None:
+        if given := [name for name in sizes if getattr(arguments, name) is not None]:
+            flag, value = given[0].replace("_", "-"), getattr(arguments, given[0])
+            raise ValueError(f"--{flag}={value} is the model's own with --model={arguments.model}; leave it out")
+        config = explain_time.config_of({"support": None, "decay": None}, arguments)
+        places = [place for place, stage in enumerate(config.stages) if stage.takes_prior]
+        stage, width = config.stages[places[0]], config.widths[places[0]]
+        sizes = {"heads": stage.num_heads, "prefix": config.prefix_tokens(stage), "layers": stage.num_layers}
+        sizes["head_dim"] = width // stage.num_heads
+        if len(places) > 1:
+            print(f"the numbers before the time are of the first of {len(places)} stages of {arguments.model}")
+    for name, value in sizes.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
 
 
 def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:

@@ -185,3 +185,20 @@ def test_pictures_too_large_to_draw_are_refused(capsys):
     assert main(["explain", "fibottention", "--grid", "100x100"]) == 2
     assert "--no-picture" in capsys.readouterr().err
     assert main(["explain", "fibottention", "--grid", "100x100", "--no-picture"]) == 0
+
+
+def test_with_a_model_the_numbers_before_the_time_are_the_models(capsys, monkeypatch):
+    """ViT-S has six heads; twelve were shown above its time."""
+    monkeypatch.setattr(explain.explain_time, "explain_time", lambda *_: {})
+    options = ["--no-picture", "--time", "--grid", "8x8"]
+    assert main(["explain", "fibottention", "--model", "vit_small", *options]) == 0
+    with_model = capsys.readouterr().out
+    sizes = ["--heads", "6", "--layers", "12", "--head-dim", "64", "--prefix", "1"]
+    assert main(["explain", "fibottention", *sizes, *options]) == 0
+    assert with_model == capsys.readouterr().out and "6 heads" in with_model
+    assert main(["explain", "fibottention", "--model", "swin_tiny", *options]) == 0
+    found = capsys.readouterr().out
+    assert "of the first of 4 stages of swin_tiny" in found and "3 heads, 0 prefix tokens" in found
+    for flag in ("heads", "layers", "head-dim", "prefix"):
+        assert main(["explain", "fibottention", "--model", "vit_small", *options, f"--{flag}", "4"]) == 2
+        assert f"--{flag}=4 is the model's own with --model=vit_small" in capsys.readouterr().err
