@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.predicted_cost import predicted_costs
-from hf_sparseprior.files import write_text
+from hf_sparseprior.files import read_json_object, write_text
 from tasks.benchmark import commands, report
 from tasks.benchmark.model import PASSES, Benchmark, Contender, preset_config
 from tasks.common.command import run_command
@@ -22,6 +22,7 @@ from tasks.common.results import write_results
 from tasks.common.tables import markdown_table
 
 RECORDS, TABLE, PICTURE = "records.json", "table.md", "predicted.png"
+UNFINISHED = "unfinished"  # in records.json until the command is done: what is measured, by model
 TARGET = 15.0  # percent of what is measured
 
 
@@ -48,7 +49,11 @@ def compared(model: tuple[str, str, int, int], arguments: argparse.Namespace) ->
     measured = benchmark.at(pixels, images)["passes"]
     entries = []
     for name in PASSES:
-        found = measured[name]["contenders"][prior]
+        found = measured[name]["contenders"].get(prior)
+        if found is None or "seconds" not in found:
+            reason = measured[name]["left_out"].get(prior, "it has no time")
+            print(f"{preset} {prior} {pixels}x{images}, {PASSES[name]}: left out, {reason}", flush=True)
+            continue
         own: dict[str, Any] = {"preset": preset, "prior": prior, "pixels": pixels, "images": images, "pass": name}
         own |= {"predicted": costs[name].seconds, "measured": found["seconds"]["median"]}
         own |= {"predicted_bytes": costs[name].bytes, "measured_bytes": found["memory"]["call"]}
@@ -90,6 +95,15 @@ def draw(entries: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path
     return pictures.save(figure, path)
 
 
+def unfinished(path: Path, now: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What the same command measured here, on this processor and with these versions, before it was interrupted."""
+    if not path.exists():
+        return {}
+    before = read_json_object(path)
+    same = all(before.get(key) == now[key] for key in ("settings", "versions", "hardware", "environment"))
+    return dict(before[UNFINISHED]) if same and UNFINISHED in before else {}
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Predict, measure, print and write."""
     report.check_positive(rounds=arguments.rounds, budget=arguments.budget)
@@ -97,11 +111,18 @@ def run(arguments: argparse.Namespace) -> None:
     report.machine_of(arguments)
     results = report.provenance("predicted", arguments)
     report.print_provenance(results)
-    entries: list[dict[str, Any]] = []
+    records = arguments.out / RECORDS
+    done = unfinished(records, results)
     for number, model in enumerate(models, start=1):
-        entries += compared(model, arguments)
-        for entry in entries[-len(PASSES) :]:
+        key = " ".join(map(str, model))
+        if key not in done:
+            done[key] = compared(model, arguments)
+            write_results(records, {**results, UNFINISHED: done})
+        for entry in done[key]:
             print(f"[{number}/{len(models)}] {name_of(entry)}: {entry['error']:+.1f} %", flush=True)
+    entries = [entry for own in done.values() for entry in own]
+    if not entries:
+        raise ValueError("nothing could be measured; the reasons are above")
     within = sum(abs(entry["error"]) <= TARGET for entry in entries)
     line = f"{within} of {len(entries)} times are predicted within {TARGET:g} %."
     machine, text = report.machine(results, arguments.device), table(entries)
@@ -115,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = commands.predicted()
     arguments = parser.parse_args(argv)
-    return run_command(parser.prog, lambda: run(arguments))
+    return run_command(parser.prog, lambda: run(arguments), goes_on="after the last model that was measured")
 
 
 if __name__ == "__main__":

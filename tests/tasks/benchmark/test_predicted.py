@@ -24,6 +24,34 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
     assert (tmp_path / "out" / predicted.PICTURE).stat().st_size > 1000
 
 
+def test_an_interrupted_command_goes_on_and_another_begins_anew(tmp_path, monkeypatch, capsys):
+    models, seen, compared = ["vit_tiny dense 32x1", "vit_tiny dense 32x2"], [], predicted.compared
+
+    def stops(model, arguments):
+        seen.append(model[3])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return compared(model, arguments)
+
+    monkeypatch.setattr(predicted, "compared", stops)
+    command = [*QUICK, "--models", *models, "--out", str(tmp_path / "out")]
+    assert main(command) == 130 and "goes on after the last model" in capsys.readouterr().err
+    assert not (tmp_path / "out" / predicted.TABLE).exists()
+    assert main(command) == 0 and seen == [1, 2, 2]
+    content = json.loads((tmp_path / "out" / predicted.RECORDS).read_text())
+    assert [entry["images"] for entry in content["entries"]] == [1, 1, 2, 2] and predicted.UNFINISHED not in content
+    assert main(command) == 0 and seen == [1, 2, 2, 1, 2]
+
+
+def test_a_model_that_has_no_time_is_left_out_with_the_reason(tmp_path, monkeypatch, capsys):
+    nothing = {"contenders": {}, "left_out": {"dense": "would take 9 s"}}
+    monkeypatch.setattr(predicted.Benchmark, "at", lambda *_: {"passes": dict.fromkeys(predicted.PASSES, nothing)})
+    assert main([*QUICK, "--models", "vit_tiny dense 32x1", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert "vit_tiny dense 32x1, forward: left out, would take 9 s" in said.out
+    assert "nothing could be measured" in said.err and said.err.count("\n") == 1
+
+
 def test_there_are_five_models_of_different_kinds():
     models = [predicted.parse_model(text) for text in commands.MODELS]
     assert len(models) == 5 and len({prior for _, prior, *_ in models}) == 5
