@@ -12,6 +12,7 @@ same command goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -99,12 +100,21 @@ def unpacked(file: Path, folder: Path, limit: int | None = None) -> Path:
     return out
 
 
+def images_sha256(folder: Path) -> str:
+    """SHA-256 of the names and contents of all files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder).as_posix()} {file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
 def measure_all(arguments: argparse.Namespace, models: Mapping[str, Path], images: Path) -> None:
     """`run` in a folder that no other process measures in."""
     settings = {
         "threads": torch.get_num_threads(),
         "keep_memory": arguments.keep_memory,
         "images": sum(path.is_file() for path in images.rglob("*")),
+        "images_sha256": images_sha256(images),
     }
     records = read_records(arguments.out, settings)
     hashes = {name: file_sha256(folder / "model.safetensors") for name, folder in models.items()}

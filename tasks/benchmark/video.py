@@ -271,6 +271,11 @@ def run(arguments: argparse.Namespace) -> None:
         if not mine:
             raise ValueError(f"another process measures in {arguments.out}; two at a time would disturb each other")
         entries = collect(settings, {} if arguments.report else measure_all(settings))
+        if arguments.report and not any("seconds" in entry or entry["predicted"] for entry in entries):
+            raise ValueError(
+                f"--report: {settings.records} has nothing of these --rows, --frames and --pixels; give those of the "
+                "command that measured"
+            )
         threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
         heading = f"{settings.preset}, {settings.dtype}, {threads}"
         limits = f"{heading}. A process was allowed {settings.memory_gib:g} GiB, a call {settings.seconds:g} s."

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -91,6 +92,13 @@ def test_every_kind_of_file_is_measured_once(models, images, tmp_path, capsys, m
     other = save_model(tmp_path / "other", "dense", 4)
     assert main([f"dense={other}", *command]) == 2
     assert "has files of another model 'dense'" in capsys.readouterr().err
+    labels = tmp_path / "labels"
+    shutil.copytree(images, labels)
+    one, two, *_ = sorted(labels.iterdir())
+    file = next(one.iterdir())
+    file.rename(two / f"moved_{file.name}")
+    assert main([*given, "--images", str(labels), *command[2:]]) == 2
+    assert "has other measurements (images_sha256: " in capsys.readouterr().err
 
 
 def test_what_a_program_cannot_run_is_said_and_the_others_go_on(models, images, tmp_path, capsys, monkeypatch):

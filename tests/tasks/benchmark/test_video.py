@@ -99,6 +99,14 @@ def test_predictions_follow_the_shorter_clips(settings, tmp_path, capsys):
     assert entries["joint/dense", 6]["predicted"] and entries["divided/dense", 6]["predicted"] is None
 
 
+def test_a_report_of_nothing_leaves_what_there_is(tmp_path, capsys):
+    (tmp_path / "table.md").write_text("mine")
+    assert video.main([*command(tmp_path), "--report"]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'records'} has nothing of these --rows" in error and error.count("\n") == 1
+    assert (tmp_path / "table.md").read_text() == "mine" and not (tmp_path / "clips.png").exists()
+
+
 def test_two_at_a_time_are_refused(tmp_path, capsys):
     with video.locked(tmp_path / "lock") as mine:
         assert mine and video.main(command(tmp_path)) == 2
