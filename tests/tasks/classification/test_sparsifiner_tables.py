@@ -78,7 +78,7 @@ def comparisons():
 
 @pytest.mark.parametrize("table", PRINTED)
 def test_the_rows_are_those_of_the_table(comparisons, table):
-    ours = {1: ["sparsif_0.2"], 4: ["dense"]}.get(table, [])
+    ours = {1: ["sparsif_0.2", "sparsif_0.3"], 4: ["dense"]}.get(table, [])
     assert list(comparisons[table].configs) == [*PRINTED[table], *ours]
 
 
