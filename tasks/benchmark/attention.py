@@ -360,7 +360,19 @@ def run(arguments: argparse.Namespace) -> bool:
     return not any_wrong(results)
 
 
-ALIKE = ("heads", "width", "support", "decay", "prefix_tokens", "dtype", "layout", "device", "threads", "keep_memory")
+ALIKE = (
+    "heads",
+    "width",
+    "support",
+    "decay",
+    "prefix_tokens",
+    "dtype",
+    "layout",
+    "device",
+    "threads",
+    "keep_memory",
+    "cpu",
+)
 
 
 def earlier_sizes(path: Path, now: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -375,10 +387,9 @@ def earlier_sizes(path: Path, now: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"--also {path} is not JSON: {error}") from None
     if not isinstance(results, dict) or results.get("benchmark") != "attention":
         raise ValueError(f"--also {path} must be a results file of tasks.benchmark.attention")
-    pairs = [(key, results["settings"].get(key), now["settings"].get(key)) for key in ALIKE]
-    pairs.append(("cpu", results["hardware"].get("cpu"), now["hardware"].get("cpu")))
-    if different := [f"{key}: {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
-        raise ValueError(f"--also {path} is of another attention ({'; '.join(different)})")
+    there, here = ({**one["settings"], "cpu": one["hardware"].get("cpu")} for one in (results, now))
+    if different := report.differences(there, {key: here.get(key) for key in ALIKE}):
+        raise ValueError(f"--also {path} is of another attention ({different})")
     return results["sizes"]
 
 

@@ -88,11 +88,9 @@ def read_records(out: Path, settings: Mapping[str, Any]) -> list[Entry]:
     if not isinstance(stored, dict) or not isinstance(records, list):
         raise ValueError(f"{path} is damaged; remove it or choose another --out")
     cpu = report.environment()["hardware"]["cpu"]
-    pairs = [(key, stored.get(key), value) for key, value in settings.items()]
-    pairs.append(("cpu", content.get("hardware", {}).get("cpu"), cpu))
-    different = [f"{key}: {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
-    if different:
-        raise ValueError(f"{path} has other measurements ({'; '.join(different)}); choose another --out")
+    there = {**stored, "cpu": content.get("hardware", {}).get("cpu")}
+    if different := report.differences(there, {**settings, "cpu": cpu}):
+        raise ValueError(f"{path} has other measurements ({different}); choose another --out")
     return [record for record in records if not record.get("missing")]
 
 

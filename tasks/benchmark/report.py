@@ -19,6 +19,7 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.benchmark.commands import DTYPES
 from tasks.common.environment import command_line, environment
+from tasks.common.run_folder import check_place
 
 BOUND_COLOUR = "#8a8a8a"
 COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")
@@ -111,11 +112,16 @@ def check_positive(**values: float) -> None:
 
 
 def check_file(out: Path) -> None:
-    """Raise ValueError if results cannot be written there, before anything is measured."""
+    """Raise ValueError or OSError if results cannot be written into a file, before anything is measured."""
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder; it must be a file, like {out / 'results.json'}")
-    if (parent := next(place for place in out.absolute().parents if place.exists())) and not parent.is_dir():
-        raise ValueError(f"--out {out}: {parent} is not a folder")
+    check_place(out.parent, "--out")
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """In what an earlier measurement differs from this one, in words; "" if in nothing. `here` has what is compared."""
+    different = {key: (there.get(key), value) for key, value in here.items() if there.get(key) != value}
+    return "; ".join(f"{key}: {before!r} there, {now!r} here" for key, (before, now) in different.items())
 
 
 def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device]:

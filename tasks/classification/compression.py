@@ -92,12 +92,12 @@ def check_compression(config: dict[str, dict[str, Any]]) -> None:
         raise ValueError(
             "compression cannot be used with distillation.phase=predictor, which leaves the model as it is"
         )
-    weights, teacher = distillation.weights(), distillation.teacher
-    for structure, loss in (("width", "token"), ("heads", "attention")) if teacher is not None else ():
-        if structure in settings.structures and weights[loss]:
+    for structure, loss in (("width", "token"), ("heads", "attention")):
+        weight = 0.0 if distillation.teacher is None else distillation.weights()[loss]
+        if structure in settings.structures and weight:
             raise ValueError(
                 f"compression.structures={settings.structures} prunes the {structure}, which "
-                f"distillation.lambda_{loss}={weights[loss]:g} needs to be the teacher's; "
+                f"distillation.lambda_{loss}={weight:g} needs to be the teacher's; "
                 f"leave it out or set distillation.lambda_{loss}=0"
             )
     trainer = config["trainer"]

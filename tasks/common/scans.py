@@ -77,6 +77,15 @@ def find_problems(
     return found
 
 
+def refuse_found(found: Mapping[str, dict[int, str]], ending: str, error: type[Exception], examples: str) -> None:
+    """Raise `error` with the first problem whose line has this ending, and how many there are: examples that are not
+    damaged, which `data.corrupt` says nothing about.
+    """
+    these = [line for problems in found.values() for line in problems.values() if line.endswith(ending)]
+    if these:
+        raise error(f"{these[0]} ({len(these)} such {examples})")
+
+
 def drop_found(
     splits: dict[str, Any], found: Mapping[str, dict[int, str]], corrupt: str, examples: str
 ) -> dict[str, list[str]]:

@@ -34,7 +34,6 @@ TAKEN = {
     "backbone_learning_rate": "nothing: all parameters learn at one rate",
     "metric_for_best_model": "nothing: the last teacher is kept",
     "label_smoothing_factor": "nothing: there are no labels",
-    "gradient_checkpointing": "nothing: two networks and several crops are encoded in each step",
 }
 
 
@@ -168,6 +167,8 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     for key, instead in TAKEN.items():
         if trainer.get(key) is not None:
             raise ValueError(f"trainer.{key}={trainer[key]!r} is not for DINO; use {instead}")
+    if trainer.get("gradient_checkpointing"):
+        raise ValueError("trainer.gradient_checkpointing=true is not for DINO, whose two networks do not have it")
     if trainer.get("load_best_model_at_end"):
         raise ValueError("trainer.load_best_model_at_end=true is not for DINO, which keeps the last teacher")
     check_finite("trainer.learning_rate", trainer.get("learning_rate", 1e-3), zero=False)

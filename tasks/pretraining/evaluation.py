@@ -171,7 +171,7 @@ def last_layers(backbone: Any, config: EvaluationConfig) -> Encode:
             return backbone(pixel_values=pixels).pooler_output
         states = backbone(pixel_values=pixels, output_hidden_states=True).hidden_states[-count:]
         tokens = [backbone.layernorm(state) for state in states]
-        parts = [pool(each, own) for each, own in zip(tokens, prefixes[-count:], strict=True)]
+        parts = [pool(*pair) for pair in zip(tokens, prefixes[-count:], strict=True)]
         return torch.cat([*parts, *([tokens[-1][:, prefix:].mean(1)] if config.linear_average else [])], -1)
 
     return encode

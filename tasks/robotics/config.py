@@ -182,7 +182,8 @@ def _refuse_images(config: dict[str, dict[str, Any]]) -> None:
     given = {f"encoder.{name}": value for name, value in config["encoder"].items()}
     images = ("image_size", "crop", "reconstruction_size")
     given |= {f"policy.{name}": config["policy"][name] for name in images if config["policy"].get(name) is not None}
-    for name, value in given.items():
+    if given:
+        name, value = next(iter(given.items()))
         raise ValueError(f"{name}={value!r} is of images, and policy.observations has no camera")
 
 

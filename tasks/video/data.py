@@ -271,6 +271,13 @@ def shape_of_test(config: DataConfig, model_config: Any) -> tuple[int, tuple[int
     return config.test_frames or model_config.num_frames, size
 
 
+def cuts_of(config: DataConfig, model_config: Any) -> dict[str, tuple[tuple[int, int], str]]:
+    """What is cut out of the frames of each split (`Preparation.cut`)."""
+    own = Preparation(model_config).cut
+    test = Preparation(model_config, size=shape_of_test(config, model_config)[1]).cut
+    return {"train": own, "validation": own, "test": test}
+
+
 def make_test_dataset(videos: Videos, config: DataConfig, model_config: Any) -> ClipDataset:
     """A split as a test looks at it: `test_clips` times `test_crops` views of each video."""
     num_frames, size = shape_of_test(config, model_config)

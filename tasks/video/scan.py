@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tasks.common.scans import drop_found, find_problems, remembered
+from tasks.common.scans import drop_found, find_problems, refuse_found, remembered
 from tasks.video.config import DataConfig
 from tasks.video.data import SHORT_SIDE, TooSmall, VideoData, check_frames
 from tasks.video.decoding import count_frames, read_frames, reader_version
@@ -74,9 +74,7 @@ def drop_corrupt(
         scan = partial(find_corrupt, videos.paths, workers, show_progress, cut)
         if problems := remembered(_key(videos.paths, version, cut), scan):
             found[split] = problems
-    small = [problem for problems in found.values() for problem in problems.values() if problem.endswith(SHORT_SIDE)]
-    if small:
-        raise TooSmall(f"{small[0]} ({len(small)} such videos)")
+    refuse_found(found, SHORT_SIDE, TooSmall, "videos")
     return drop_found(data.splits, found, config.corrupt, "videos")
 
 

@@ -23,14 +23,7 @@ from tasks.common.images.model import from_scratch
 from tasks.common.models import alike_across_priors
 from tasks.video.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
-from tasks.video.data import (
-    ClipDataset,
-    VideoData,
-    check_test_shape,
-    load_data,
-    make_dataset,
-    make_test_dataset,
-)
+from tasks.video.data import check_test_shape, cuts_of, load_data, make_dataset, make_test_dataset
 from tasks.video.motion import CLASSES, PLAYS
 from tasks.video.pictures import draw_clips
 from tasks.video.scan import drop_corrupt
@@ -67,14 +60,6 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     if model.config.num_channels != 3:
         raise ValueError(f"model.num_channels={model.config.num_channels} must be 3, the channels of a frame")
     check_test_shape(model, data_config)
-
-    def datasets_of(data: VideoData) -> dict[str, ClipDataset]:
-        return {
-            "train": make_dataset(data.splits["train"], data_config, model.config, augmentation, arguments.seed),
-            "validation": make_dataset(data.splits["validation"], data_config, model.config),
-            "test": make_test_dataset(data.splits["test"], data_config, model.config),
-        }
-
     train_collator = make_collator(augmentation, len(data.classes), arguments)
     # What takes long comes after what may be refused, and draws nothing from the generators of the model.
     with torch.random.fork_rng(devices=[]), arguments.main_process_first(desc="looking for damaged videos"):
@@ -83,9 +68,13 @@ def prepare(config: Config, arguments: Any) -> Prepared:
             data_config,
             arguments.dataloader_num_workers,
             not arguments.disable_tqdm,
-            {split: dataset.prepare.cut for split, dataset in datasets_of(data).items()},
+            cuts_of(data_config, model.config),
         )
-    datasets = datasets_of(data)
+    datasets = {
+        "train": make_dataset(data.splits["train"], data_config, model.config, augmentation, arguments.seed),
+        "validation": make_dataset(data.splits["validation"], data_config, model.config),
+        "test": make_test_dataset(data.splits["test"], data_config, model.config),
+    }
     return Prepared(
         model=model,
         classes=data.classes,
@@ -108,7 +97,7 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     check_classes(model, data.classes)  # what takes long comes after what may be refused
     check_test_shape(model, data_config)
     part = replace(data, splits={split: data.splits[split]})
-    cuts = {split: make_test_dataset(data.splits[split], data_config, model.config).prepare.cut}
+    cuts = {split: cuts_of(data_config, model.config)["test"]}  # each split is looked at as a test does
     workers = config["trainer"].get("dataloader_num_workers", 0)
     corrupt = drop_corrupt(part, data_config, workers, show_progress=True, cuts=cuts)
     data.splits |= part.splits

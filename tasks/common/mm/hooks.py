@@ -23,6 +23,7 @@ from tqdm import tqdm
 from hf_sparseprior.training.finite import SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest, WorkerStart
 from tasks.common.command import RunStopped, tell_data
+from tasks.common.mm.reading import inner_datasets
 
 
 def seed_everything(*entropy: int) -> None:
@@ -192,8 +193,7 @@ def split_name(dataset: Any) -> str:
 
     Of a data set that repeats, joins or mixes others, their names.
     """
-    inner = [*getattr(dataset, "datasets", []), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
-    if inner:
+    if inner := inner_datasets(dataset):
         return " + ".join(dict.fromkeys(map(split_name, inner)))
     return Path(dataset.ann_file or next(iter(dataset.data_prefix.values()))).name
 

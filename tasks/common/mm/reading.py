@@ -76,14 +76,18 @@ def reads_with_pillow(step: Any) -> bool:
     return step.imdecode_backend == "pillow" and not any(getattr(step, name, None) for name in options)
 
 
+def inner_datasets(dataset: Any) -> list[Any]:
+    """The built data sets that a data set of mm repeats, joins or mixes; none if it is no wrapper."""
+    return [*getattr(dataset, "datasets", []), *([dataset.dataset] if hasattr(dataset, "dataset") else [])]
+
+
 def check_reading(dataset: Any) -> None:
     """Let the pipeline of a built data set of mm read by our steps, which name broken files, where these do the same.
 
     The names in a config stay mm's, which its own tools look for.
     """
-    for inner in [*getattr(dataset, "datasets", []), getattr(dataset, "dataset", None)]:
-        if inner is not None:
-            check_reading(inner)
+    for inner in inner_datasets(dataset):
+        check_reading(inner)
     _check_steps(getattr(getattr(dataset, "pipeline", None), "transforms", []), dataset)
 
 

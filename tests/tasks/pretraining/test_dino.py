@@ -281,7 +281,7 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
         ({"dino": {"teacher_momentum": 2}}, r"dino\.teacher_momentum=2 must be a number in \[0, 1\]"),
         ({"dino": {"teacher_momentum": 1}}, r"dino\.teacher_momentum=1 must be below 1"),
         ({"evaluation": {"eval_crop_ratio": 0}}, r"evaluation\.eval_crop_ratio=0 must be a number in 0\.1\.\.1"),
-        ({"trainer": {"gradient_checkpointing": True}}, r"trainer\.gradient_checkpointing=True is not for DINO"),
+        ({"trainer": {"gradient_checkpointing": True}}, r"trainer\.gradient_checkpointing=true is not for DINO"),
         (
             {"data": {"stage": "final"}, "trainer": {"eval_strategy": "epoch"}},
             r"trainer\.eval_strategy='epoch' must be no with data\.stage=final",
@@ -297,6 +297,10 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
 def test_bad_values_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         check_config(changes)
+
+
+def test_what_is_off_is_no_bad_value():
+    check_config({"trainer": {"gradient_checkpointing": False, "load_best_model_at_end": False}})
 
 
 def test_a_prior_with_losses_of_its_own_and_crops_that_do_not_fit_are_refused():

@@ -6,7 +6,7 @@ import hashlib
 
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images, TooDeep
-from tasks.common.scans import drop_found, find_problems, remembered
+from tasks.common.scans import drop_found, find_problems, refuse_found, remembered
 
 
 def find_corrupt(images: Images, workers: int = 0, show_progress: bool = False) -> dict[int, str]:
@@ -45,15 +45,8 @@ def drop_corrupt(
     found = {split: problems for split, problems in found.items() if problems}
     if not found:
         return {}
-    _refuse_depth(found)
+    refuse_found(found, TOO_DEEP, TooDeep, "images")
     return drop_found(data.splits, found, config.corrupt, "images")
-
-
-def _refuse_depth(found: dict[str, dict[int, str]]) -> None:
-    """Raise TooDeep with the first image that has more than 8 bits a channel, and how many there are."""
-    deep = [problem for problems in found.values() for problem in problems.values() if problem.endswith(TOO_DEEP)]
-    if deep:
-        raise TooDeep(f"{deep[0]} ({len(deep)} such images)")
 
 
 def _scan(images: Images, workers: int, show_progress: bool) -> dict[int, str]:
