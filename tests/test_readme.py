@@ -36,6 +36,27 @@ def test_every_registered_name_is_in_the_table_of_what_exists(name):
     assert f"`{name}`" in EXISTS
 
 
+def modules_that_run() -> Iterator[str]:
+    """What `python -m` takes, without the folder of its task."""
+    for package in ("hf_sparseprior", "tasks"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if 'if __name__ == "__main__":' in path.read_text():
+                yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+
+
+def test_every_command_is_in_the_table_of_what_exists():
+    (line,) = (line for line in EXISTS.splitlines() if line.startswith("| commands |"))
+    named, folder = set(), ""
+    for text in re.findall(r"`([^`]*)`", line):
+        if found := re.match(r"python -m (hf_sparseprior|tasks(?:\.\w+)+)", text):
+            folder = found[1].rpartition(".")[0]
+            named.add(found[1])
+        else:
+            named.add(f"{folder}.{text}")
+    missing = {module for module in modules_that_run() if module not in named}
+    assert not missing and len(named) > 50
+
+
 LINK = re.compile(r'\]\(([^)\s]+)(?: "[^"]*")?\)|<(?:a|img)\b[^>]*? (?:href|src)="([^"]+)"')
 
 

@@ -46,7 +46,7 @@ GROWTH_SIZES = [Size(4096 << doubling, 1) for doubling in range(5)]
 # The most memory that a call with gradients may take, in sizes of q, k, v and the output together.
 MEMORY_TARGET = 3.0
 # By device and dtype, for (tokens, batch): times faster than dense, forward and forward + backward; forward time in
-# copy bounds.
+# copy bounds. They are for the attention that the command measures by default.
 TARGETS: dict[tuple[str, str], dict[Size, tuple[float | None, float | None, float | None]]] = {
     ("cpu", "float32"): {
         Size(196, 8): (15, 10, None),
@@ -201,11 +201,21 @@ def growth_fits(growth: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_with_targets(results: Mapping[str, Any], device: str, dtype: str) -> list[dict[str, Any]]:
-    """Every target for this device and dtype, and what was reached ("value"; None where it was not measured).
+    """Every target for this attention, device and dtype, and what was reached ("value"; None where it was not measured).
 
     Speed is that of the fastest backend; memory and growth are looked at for every backend that was measured.
     """
-    return [*_speed_targets(results["sizes"], device, dtype), *_memory_targets(results), *_growth_targets(results)]
+    speed = [] if without_speed_targets(results["settings"]) else _speed_targets(results["sizes"], device, dtype)
+    return [*speed, *_memory_targets(results), *_growth_targets(results)]
+
+
+def without_speed_targets(settings: Mapping[str, Any]) -> str:
+    """Why no target of speed is for this attention, in words; "" if they are."""
+    wanted = vars(commands.attention().parse_args([]))
+    names = ("heads", "width", "support", "decay", "prefix_tokens", "layout")
+    other = [name for name in names if settings[name] != wanted[name]]
+    flags = [f"--{name.replace('_', '-')} {wanted[name]}, not {settings[name]}" for name in other]
+    return f"targets of speed are for {'; '.join(flags)}" if flags else ""
 
 
 def _target(at: str, key: str, what: str, limit: str, target: float, value: float | None, backend: str | None) -> dict:
@@ -403,6 +413,8 @@ def print_conclusions(results: Mapping[str, Any]) -> None:
         print("\n" + targets_table(results["targets"]))
     elif results["settings"]["targets"]:
         print(f"\nno targets for {results['settings']['dtype']} on {results['settings']['device']}")
+    if results["settings"]["targets"] and (why := without_speed_targets(results["settings"])):
+        print(why)
 
 
 def print_contenders(benchmark: Benchmark) -> None:

@@ -72,7 +72,8 @@ def measured_call(
 def measured_alone(
     server: Any, measure: Measure, arguments: tuple[Any, ...], limit: int, seconds: float, stop: StopRequest
 ) -> Any:
-    """`measure` in a process of its own: what it found, or {"failed": why not}; None if `stop` came first.
+    """`measure` in a process of its own: what it found, or {"failed": why not} with the limit if it was one; None if
+    `stop` came first.
 
     Args:
         server: multiprocessing's context. measure: a function of a module. arguments: those of `measure`.
@@ -88,7 +89,7 @@ def measured_alone(
             if stop.requested:
                 return None
             if time.monotonic() > end:
-                return {"failed": f"more than {seconds:g} s"}
+                return {"failed": f"more than {seconds:g} s", "limit_seconds": seconds}
         try:
             return mine.recv()
         except EOFError:
@@ -110,7 +111,7 @@ def _work(link: Any, limit: int, measure: Measure, arguments: tuple[Any, ...]) -
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         resource.setrlimit(resource.RLIMIT_DATA, before)  # to say it takes memory, too
         if _is_memory(error):
-            found = {"failed": _too_much(limit)}
+            found = {"failed": _too_much(limit), "limit_bytes": limit}
         elif isinstance(error, RuntimeError):
             found = {"failed": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
         else:

@@ -1,7 +1,8 @@
 """A folder of measurements, each of which a process of its own makes (backbones.py, rivals.py).
 
 OUT/records.json holds every measurement as soon as it is done. The same command goes on where it was stopped, and may
-ask for more. What failed leaves the reason instead, and is not tried in later rounds.
+ask for more. What failed leaves the reason instead, and is not tried in later rounds, unless it may take more time or
+memory now.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def read_records(out: Path, settings: Mapping[str, Any]) -> list[Entry]:
     """The measurements of a folder so far, without those for which a package was missing: it may be there by now.
 
     Raises:
-        ValueError: if they were taken with other settings or on another machine, or are damaged.
+        ValueError: if they were taken with other settings, on another machine or with another version of a package, or
+            are damaged.
     """
     path = out / RECORDS
     if not path.exists():
@@ -87,11 +89,21 @@ def read_records(out: Path, settings: Mapping[str, Any]) -> list[Entry]:
     stored, records = content.get("settings"), content.get("measured")
     if not isinstance(stored, dict) or not isinstance(records, list):
         raise ValueError(f"{path} is damaged; remove it or choose another --out")
-    cpu = report.environment()["hardware"]["cpu"]
-    there = {**stored, "cpu": content.get("hardware", {}).get("cpu")}
-    if different := report.differences(there, {**settings, "cpu": cpu}):
+    now = report.environment()
+    before = content.get("versions") or {}
+    both = {name: version for name, version in now["versions"].items() if name in before}  # of others nothing is said
+    there = {**stored, "cpu": (content.get("hardware") or {}).get("cpu"), **before}
+    if different := report.differences(there, {**settings, "cpu": now["hardware"]["cpu"], **both}):
         raise ValueError(f"{path} has other measurements ({different}); choose another --out")
     return [record for record in records if not record.get("missing")]
+
+
+def may_take_more(record: Mapping[str, Any], arguments: argparse.Namespace) -> bool:
+    """Whether a measurement that ended at a limit of time or memory has more of it by these arguments."""
+    seconds, limit = record.get("limit_seconds"), record.get("limit_bytes")
+    if limit is not None and arguments.memory_gib is not None:
+        return bool(int(arguments.memory_gib * 2**30) > limit)
+    return seconds is not None and bool(arguments.seconds > seconds)
 
 
 # ---- summary --------------------------------------------------------------------------------------------------------
@@ -228,7 +240,7 @@ def measure_into(arguments: argparse.Namespace, measurements: Measurements) -> N
 
 def _measure_all(arguments: argparse.Namespace, measurements: Measurements) -> None:
     settings = {key: getattr(arguments, key) for key in measurements.same}
-    records = read_records(arguments.out, settings)
+    records = [own for own in read_records(arguments.out, settings) if not may_take_more(own, arguments)]
     left = measurements.todo(measurements.plan(arguments), records)
     about = report.provenance(measurements.name, arguments)
     kept = kept_of(about)

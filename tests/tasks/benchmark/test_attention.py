@@ -4,7 +4,7 @@ import json
 import pytest
 
 from hf_sparseprior import ops
-from tasks.benchmark import attention, report
+from tasks.benchmark import attention, commands, report
 from tasks.benchmark.contenders import COPY, DENSE, PASSES, Size
 
 pytestmark = pytest.mark.slow
@@ -51,8 +51,10 @@ def test_results_picture_and_tables(tmp_path, capsys):
     only_memory = results["memory"][0]["passes"]["forward_backward"]["contenders"]
     assert "seconds" not in only_memory["diagonal"]
     text = capsys.readouterr().out
-    assert "9 tokens x 2, forward + backward" in text and "not measured" in text
-    rows = [row for row in results["targets"] if row["at"] == "25 x 1"]
+    assert "9 tokens x 2, forward + backward" in text
+    assert "targets of speed are for --heads 12, not 2; --width 64, not 8\n" in text
+    rows = results["targets"]
+    assert {row["at"] for row in rows} == {"25 x 1"}  # memory alone
     assert {row["backend"] for row in rows} == {"reference", "diagonal", "gather"} and all(
         row["value"] > 0 for row in rows
     )
@@ -152,6 +154,17 @@ def test_targets_are_compared_with_the_fastest_backend():
     assert (bounds["value"], bounds["backend"], bounds["met"]) == (pytest.approx(5), "diagonal", False)
     assert all(row["value"] is None and row["met"] is None for row in rows if row["at"] != "4096 x 1")
     assert "MISSED" in attention.targets_table(rows) and not attention._speed_targets(sizes, "cpu", "bfloat16")
+
+
+def test_targets_of_speed_are_for_the_default_attention():
+    sizes = [entry_of(196, 8, {DENSE: 2.5, COPY: 0.002, "diagonal": 0.01})]
+    results = {"sizes": sizes, "memory": [], "growth_fits": []}
+    settings = vars(commands.attention().parse_args([]))
+    assert len(attention.compare_with_targets({**results, "settings": settings}, "cpu", "float32")) > 5
+    for name, value in (("decay", "violin"), ("width", 32), ("prefix_tokens", 1), ("support", "bigbird")):
+        other = {**settings, name: value}
+        assert attention.compare_with_targets({**results, "settings": other}, "cpu", "float32") == []
+        assert f"--{name.replace('_', '-')} {settings[name]}, not {value}" in attention.without_speed_targets(other)
 
 
 def test_growth_exponents_are_those_of_the_times():

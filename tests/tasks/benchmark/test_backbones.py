@@ -1,6 +1,7 @@
 """The benchmark of backbones: what a process measures, going on, failures, and the summary."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -133,6 +134,24 @@ def test_too_little_memory_or_time_is_a_reason_and_not_tried_again(tmp_path, cap
 
 
 @pytest.mark.parametrize(
+    ("flag", "less", "more"), [("--seconds", "0.01", "0.02"), ("--memory-gib", "0.05", "0.06")], ids=["time", "memory"]
+)
+def test_what_ended_at_a_limit_is_tried_again_with_more_of_it(tmp_path, monkeypatch, capsys, flag, less, more):
+    one = ["--models", "vit_tiny", "--priors", "dense", "--sizes", "512", "--threads", "1", "--device", "cpu"]
+    one += ["--rounds", "1", "--out", str(tmp_path / "out")]
+    assert main([*one, flag, less]) == 0
+    (failed,) = records(tmp_path / "out")
+    found = {"seconds": 0.5, "calls": 1, "first_call": 0.5, "memory": 7, "weights": 9, "ran": "sdpa"}
+    monkeypatch.setattr(backbone_process, "measured_alone", lambda *arguments: found)
+    assert main([*one, flag, less]) == 0
+    assert records(tmp_path / "out") == [failed]
+    assert main([*one, flag, more]) == 0
+    (now,) = records(tmp_path / "out")
+    assert now["seconds"] == 0.5 and "failed" not in now
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--models", "vit_huge"], "vit_huge"),
@@ -153,6 +172,12 @@ def test_bad_values_are_named(tmp_path, capsys, arguments, message):
 def test_other_settings_and_a_second_process_are_refused(folder, capsys):
     assert main([*TINY, "--dtype", "bfloat16", "--out", str(folder)]) == 2
     assert "dtype: 'float32' there, 'bfloat16' here" in capsys.readouterr().err
+    content = json.loads((folder / "records.json").read_text())
+    other = shutil.copytree(folder, folder.parent / "other")
+    content["versions"]["torch"] = "2.0.0"
+    (other / "records.json").write_text(json.dumps(content))
+    assert main([*TINY, "--out", str(other)]) == 2
+    assert "(torch: '2.0.0' there, '" in capsys.readouterr().err
     with backbones.locked(folder / backbones.LOCK) as mine:
         assert mine
         assert main([*TINY, "--out", str(folder)]) == 2
