@@ -201,7 +201,7 @@ def growth_fits(growth: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_with_targets(results: Mapping[str, Any], device: str, dtype: str) -> list[dict[str, Any]]:
-    """Every target for this attention, device and dtype, and what was reached ("value"; None where it was not measured).
+    """Every target for this attention, device and dtype, and what was reached ("value"; None if it was not measured).
 
     Speed is that of the fastest backend; memory and growth are looked at for every backend that was measured.
     """

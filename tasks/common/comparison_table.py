@@ -85,6 +85,7 @@ def label(metric: str) -> str:
     """What a table calls a metric."""
     named = {
         "test_knn_accuracy": "k-NN test accuracy",
+        "test_linear_accuracy": "test accuracy of the linear classifier",
         "test_coco/bbox_mAP": "test box AP",
         "test_coco/segm_mAP": "test mask AP",
         **COVERAGE,
@@ -167,8 +168,10 @@ def write_comparison(
     Args:
         results: records by row. folder: gets table.md, summary.json, differences.json and results.png, and the last two
             once more for each metric of `also`, as differences_NAME.json and results_NAME.png.
-        first: the row that the others are compared with. metric: the task's. also: other metrics that it judges.
+        first: the row that the others are compared with. metric: the task's. also: other metrics that it judges, those
+            that every record has.
     """
+    also = [name for name in also if all(name in record["metrics"] for runs in results.values() for record in runs)]
     lines, found = table(results, metric, also), differences(results, first, metric)
     others = {name: differences(results, first, name) for name in also}
     if found:

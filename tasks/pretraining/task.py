@@ -205,6 +205,7 @@ PRETRAINING = HFTask(
         "max_grad_norm": 0.0,
     },
     metric="test_knn_accuracy",
+    also=("test_linear_accuracy",),
     draw_history=draw_history,
     models_read=lambda config: [folder for folder in [config["model"].get("pretrained")] if folder],
     check_start=check_pretrained,

@@ -127,6 +127,21 @@ def test_another_metric_is_compared_alike(tmp_path):
     assert second == first.replace("test accuracy, %", "k-NN test accuracy, %") != first
 
 
+def test_other_metrics_are_compared_if_every_record_has_them(tmp_path):
+    results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621])
+    for run in (run for runs in results.values() for run in runs):
+        run["metrics"]["test_linear_accuracy"] = run["metrics"]["test_accuracy"] - 0.1
+    write_comparison(results, tmp_path / "all", "a", also=("test_linear_accuracy",))
+    table = (tmp_path / "all" / "table.md").read_text()
+    assert "| a | 51.00 ± 1.00 | 41.00 ± 1.00 |" in table and table.count("| b | +10.00, +10.00, +10.10 |") == 2
+    stored = json.loads((tmp_path / "all" / "differences_test_linear_accuracy.json").read_text())
+    assert stored["rows"]["b"]["mean"] == pytest.approx(0.301 / 3)
+    assert (tmp_path / "all" / "results_test_linear_accuracy.png").is_file()
+    del results["b"][1]["metrics"]["test_linear_accuracy"]
+    write_comparison(results, tmp_path / "some", "a", also=("test_linear_accuracy",))
+    assert "linear" not in (tmp_path / "some" / "table.md").read_text()
+
+
 def test_without_a_run_of_the_first_row_there_is_nothing_to_compare_with(tmp_path):
     write_comparison(rows(b=[0.6]), tmp_path, "a")
     assert "minus" not in (tmp_path / "table.md").read_text() and not (tmp_path / "differences.json").exists()
