@@ -411,10 +411,11 @@ def print_conclusions(results: Mapping[str, Any]) -> None:
         print(f"{fit['contender']}, {PASSES[fit['pass']]}: {growth} (N log N: {fit['n_log_n']:.2f})")
     if results["targets"]:
         print("\n" + targets_table(results["targets"]))
-    elif results["settings"]["targets"]:
-        print(f"\nno targets for {results['settings']['dtype']} on {results['settings']['device']}")
-    if results["settings"]["targets"] and (why := without_speed_targets(results["settings"])):
-        print(why)
+    if results["settings"]["targets"]:
+        if why := without_speed_targets(results["settings"]):
+            print(f"\n{why}")
+        elif not results["targets"]:
+            print(f"\nno targets for {results['settings']['dtype']} on {results['settings']['device']}")
 
 
 def print_contenders(benchmark: Benchmark) -> None:
