@@ -56,6 +56,8 @@ TARGETS: dict[tuple[str, str], dict[Size, tuple[float | None, float | None, floa
     },
     ("cuda", "bfloat16"): {Size(4096, 1): (None, None, 3), Size(16384, 8): (15, 10, 3)},
 }
+# Settings that say which attention is measured.
+ATTENTION = ("heads", "width", "support", "decay", "prefix_tokens", "layout")
 # Tokens of the small calls from which time and memory of a large one are predicted.
 PROBES = (512, 1024, 2048)
 
@@ -212,8 +214,7 @@ def compare_with_targets(results: Mapping[str, Any], device: str, dtype: str) ->
 def without_speed_targets(settings: Mapping[str, Any]) -> str:
     """Why no target of speed is for this attention, in words; "" if they are."""
     wanted = vars(commands.attention().parse_args([]))
-    names = ("heads", "width", "support", "decay", "prefix_tokens", "layout")
-    other = [name for name in names if settings[name] != wanted[name]]
+    other = [name for name in ATTENTION if settings[name] != wanted[name]]
     flags = [f"--{name.replace('_', '-')} {wanted[name]}, not {settings[name]}" for name in other]
     return f"targets of speed are for {'; '.join(flags)}" if flags else ""
 
@@ -370,19 +371,7 @@ def run(arguments: argparse.Namespace) -> bool:
     return not any_wrong(results)
 
 
-ALIKE = (
-    "heads",
-    "width",
-    "support",
-    "decay",
-    "prefix_tokens",
-    "dtype",
-    "layout",
-    "device",
-    "threads",
-    "keep_memory",
-    "cpu",
-)
+ALIKE = (*ATTENTION, "dtype", "device", "threads", "keep_memory", "cpu")
 
 
 def earlier_sizes(path: Path, now: Mapping[str, Any]) -> list[dict[str, Any]]:
