@@ -24,6 +24,7 @@ class NoLocks(OSError):
 
 
 _held: set[int] = set()  # descriptors of this process
+_begun: set[int] = set()  # processes that have had a lock, or would have had one where files can be locked
 
 
 def _let_go_of_copies() -> None:
@@ -47,8 +48,13 @@ def locked(path: Path) -> Iterator[bool]:
     _held.add(descriptor)
     try:
         # Its owner may have removed it after we opened and before we locked it.
-        mine = _take(descriptor, fcntl.LOCK_EX, path) and _is_file(path, descriptor)
+        try:
+            mine = _take(descriptor, fcntl.LOCK_EX, path) and _is_file(path, descriptor)
+        except NoLocks:  # who asked goes on without
+            _begun.add(os.getpid())
+            raise
         if mine:
+            _begun.add(os.getpid())
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{socket.gethostname()} {os.getpid()} {command_line()}\n".encode())
         try:
@@ -60,6 +66,11 @@ def locked(path: Path) -> Iterator[bool]:
         if descriptor in _held:
             _held.remove(descriptor)
             os.close(descriptor)
+
+
+def has_begun() -> bool:
+    """Whether this process has had a lock, or would have had one where files can be locked."""
+    return os.getpid() in _begun
 
 
 @contextmanager

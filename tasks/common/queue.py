@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.training import StopRequest
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import RunStopped, run_command
-from tasks.common.locks import holder
+from tasks.common.locks import has_begun, holder
 from tasks.common.processes import variables_set, visible_gpus
 from tasks.common.run_folder import LOCK, InUse
 
@@ -40,6 +40,7 @@ WAKE = 1.0  # seconds between two looks at what other processes do
 STATUS = 60.0  # seconds between two lines about the running
 STOPPED = "stopped; the same command goes on with what is left"
 IN_USE = os.EX_TEMPFAIL  # exit status of a run whose folder another process has
+DONE_BEFORE = 3  # exit status of a run that another process had finished when this one came to it
 # One thread, for libraries that are imported later too; few lines of progress bars in the logs.
 VARIABLES = {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "60"}
 
@@ -178,11 +179,14 @@ class Queue(AnyQueue):
                 return
             if job.is_done():
                 self.waiting.remove(job)
-                self.done += 1
-                self._say(f"{job.name}: done by another process")
+                self._done_by_another(job)
             elif holder(job.folder / LOCK) is None:
                 self.waiting.remove(job)
                 self._fork(job)
+
+    def _done_by_another(self, job: Job) -> None:
+        self.done += 1
+        self._say(f"{job.name}: done by another process")
 
     def _fork(self, job: Job) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -222,6 +226,8 @@ class Queue(AnyQueue):
             if self.attempts[job.name] == 1:
                 self.seconds.setdefault(job.row, []).append(seconds)
             self._say(f"{job.name}: done in {duration(seconds)}; {self._left()}")
+        elif status == DONE_BEFORE:
+            self._done_by_another(job)
         elif status == IN_USE:
             self.attempts[job.name] -= 1
             self.waiting.append(job)
@@ -320,6 +326,8 @@ def _work(
         except InUse as error:
             print(f"{name}: {error}", file=sys.stderr)
             sys.exit(IN_USE)
+        if not has_begun():  # two may start a run before either has its lock
+            sys.exit(DONE_BEFORE)
 
     sys.exit(run_command(name, work))
 

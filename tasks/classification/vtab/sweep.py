@@ -278,16 +278,15 @@ def do_run(job: Job, run: Run, callbacks: Sequence[Any] = ()) -> None:
     """Do one run in this process. The callbacks of a queue, which asks how far it is, are left out.
 
     Raises:
-        InUse: if another process does it.
+        InUse: if another process does it or has done it.
     """
     sweep = job.sweep()
     records = Records(sweep, job.records)
     path = records.path(run)
     with claim(path) as mine:
-        if not mine:
-            raise InUse(f"{path} is claimed by another process")
-        if not path.exists():
-            _do(run, sweep, records, job)
+        if not mine or path.exists():  # a queue looks again
+            raise InUse(f"{path} is {'done' if mine else 'claimed'} by another process")
+        _do(run, sweep, records, job)
 
 
 # ---- command --------------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ def test_every_core_has_one_run_of_one_thread_in_order(tmp_path, capsys):
 
 
 def see_start_method(folder, callbacks=()):
+    work(folder)
     (folder / "record").write_text(multiprocessing.get_start_method())
 
 
@@ -90,6 +91,7 @@ def test_workers_of_a_data_loader_start_as_in_any_process(tmp_path):
 
 
 def see_gpu(folder, callbacks=()):
+    work(folder)
     (folder / "record").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
 
 
@@ -183,6 +185,19 @@ def test_what_another_process_has_done_is_not_done_again(tmp_path, capsys):
     (tmp_path / "a0" / "record").write_text("")
     Queue([], 1).run([done])
     assert "[1/1] a0: done by another process" in capsys.readouterr().err
+
+
+def find_done(folder, callbacks=()):
+    """Another process came first, so there is nothing to take a lock for."""
+    (folder / "record").touch()
+
+
+def test_what_another_process_has_done_when_a_run_begins_is_not_called_done_here(tmp_path, capsys):
+    queue = Queue(IMPORTED, 1)
+    queue.run([job(tmp_path / "a0", find_done), job(tmp_path / "b0")])
+    said = capsys.readouterr().err
+    assert "[1/2] a0: done by another process" in said and "a0: done in" not in said and "b0: done in" in said
+    assert list(queue.seconds) == ["b"] and queue.done == 2
 
 
 # ---- how long the rest takes ----------------------------------------------------------------------------------------

@@ -180,3 +180,12 @@ def test_two_shards_at_once_do_each_run_once_and_write_the_table_of_one_process(
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary == {name: [record["metrics"] for record in runs] for name, runs in expected.items()}
     assert not list(folder.rglob("*.lock"))
+
+    results = {path: path.stat().st_mtime_ns for path in folder.glob("out/*/seed*/results.json")}
+    for path in (folder / "out").glob("*/seed*.json"):
+        path.unlink()
+    again = module("tasks.classification.compare", *arguments, "--jobs", "2", folder=ROOT, log=tmp_path / "again.log")
+    text = (tmp_path / "again.log").read_text() if again.wait(300) == 0 else ""
+    assert sorted(re.findall(r"^\[\d+/4\] (.+): done by another process", text, re.MULTILINE)) == sorted(rows)
+    assert " done in " not in text and len(results) == 4
+    assert results == {path: path.stat().st_mtime_ns for path in folder.glob("out/*/seed*/results.json")}
