@@ -1,5 +1,7 @@
 """Runs on several cores: order, threads, kills, failures, two queues at once, and how long the rest takes."""
 
+import errno
+import fcntl
 import itertools
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.common import locks
 from tasks.common import queue as queue_module
 from tasks.common.command import RunStopped
 from tasks.common.locks import locked
@@ -198,6 +201,23 @@ def test_what_another_process_has_done_when_a_run_begins_is_not_called_done_here
     said = capsys.readouterr().err
     assert "[1/2] a0: done by another process" in said and "a0: done in" not in said and "b0: done in" in said
     assert list(queue.seconds) == ["b"] and queue.done == 2
+
+
+def test_a_process_has_begun_with_a_lock_or_where_there_are_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_begun", set())
+    with locked(tmp_path / "a") as mine:
+        assert mine and locks.has_begun()
+        locks._begun.clear()
+        with locked(tmp_path / "a") as again:
+            assert not again and not locks.has_begun()
+
+    def no_lock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    with pytest.raises(locks.NoLocks), locked(tmp_path / "b"):
+        pass
+    assert locks.has_begun()
 
 
 # ---- how long the rest takes ----------------------------------------------------------------------------------------
