@@ -15,6 +15,7 @@
         records: tasks/classification/results/fib_table2_paired
         metric: test_accuracy             the default
         reduced: what is smaller than in the paper
+        changed: how the test was changed when its number was known, and what the verdict had been
 
 A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `untried: why`. A claim that is untried
 has no config, task, records, metric, tier or reduced. One that reads a number (`value`, `bound`) may have a config,
@@ -60,7 +61,7 @@ class Claim:
     tier: "A" or "B"; None: not tried. config: FILE#CELL of the comparison. task: whose `compare` runs it. records:
     folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in the paper.
     keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its number.
-    relative_to: where it has their unit.
+    relative_to: where it has their unit. changed: how the test was changed when its number was known.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Claim:
     reduced: str | None = None
     keys: Mapping[str, Sequence[str]] | None = None
     relative_to: str | None = None
+    changed: str | None = None
 
     @property
     def seeds(self) -> int:

@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
+from scipy.special import stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from tasks.common.metrics import unpack_correct
-from tasks.common.paired import CONFIDENCE, FEWEST, Difference, differences, right_images
+from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, could_tell, differences, right_images
 from tasks.common.tables import count_of_seeds
 
 HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (
     *("holds", "does not hold", "cannot be told at this scale", "not run yet", "not tried"),
 )
 VERDICTS = (HOLDS, FAILS, OPEN, NOT_YET, UNTRIED)
-POWER = 0.8
 LEVEL = 0.05  # of rank correlations, to one side
 FEWEST_RANKED = 4  # three rows in order come out by chance once in six times
 PERMUTATIONS = 20_000
-AT_LEAST = "at least"
 CONTRAST = np.array([1.0, -1.0, -1.0, 1.0])  # of the rows above and below of one difference, then of the other
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -99,32 +97,6 @@ class Kind:
 def _number(value: Any, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r} must be a number")
-
-
-def smallest_told(difference: Difference) -> float | None:
-    """The difference in points that would be told with a probability of `POWER`, with the spread that was found; None
-    with fewer seeds than the rule asks for.
-    """
-    count = len(difference.by_seed)
-    if difference.error is None or count < FEWEST:
-        return None
-    return 100 * float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) + stdtrit(count - 1, POWER)) * difference.error
-
-
-def could_tell(found: Sequence[Difference]) -> str:
-    """The smallest difference that could have been told, as text, in points; of several, that where it is largest.
-
-    With too few seeds for the rule: the least that the test images alone allow, to which seeds add; "-" if it is not
-    known which images were right.
-    """
-    least = [smallest_told(one) for one in found]
-    if None not in least:
-        return f"{max(one for one in least if one is not None):.2f}"
-    errors = [max(one.image_errors.values(), default=None) for one in found]
-    if None in errors or not errors:
-        return "-"
-    by_images = 100 * float(ndtri((1 + CONFIDENCE) / 2) + ndtri(POWER)) * max(e for e in errors if e is not None)
-    return f"{AT_LEAST} {by_images:.2f}"
 
 
 def outcome_of(difference: Difference, counted: str, paper: float | None, margin: float = 0.0) -> Outcome:
@@ -208,6 +180,24 @@ def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, 
     return verdict, text, float(told[0]) if len(told) else math.inf
 
 
+def _check_pairs(higher: Any, lower: Any) -> None:
+    if not isinstance(higher, list) or not isinstance(lower, list):
+        raise ValueError("higher and lower must be lists of rows")
+    if len(higher) != len(lower) or len(higher) < FEWEST:
+        raise ValueError(f"higher and lower must name as many rows, {FEWEST} or more")
+
+
+def _pairwise(records: Records, higher: Sequence[str], lower: Sequence[str], metric: str) -> list[Difference] | None:
+    """Of each pair the row above minus the one below; None if a pair shares no seed."""
+    apart = []
+    for row, other in zip(higher, lower, strict=True):
+        found = differences({name: records.get(name, []) for name in (other, row)}, other, metric).get(row)
+        if found is None:
+            return None
+        apart.append(found)
+    return apart
+
+
 @dataclass(frozen=True)
 class Pairs(Kind):
     """Rows of `higher` are above those of `lower`, each above the one in its place, with which it shares its settings.
@@ -225,25 +215,19 @@ class Pairs(Kind):
         return (*self.higher, *self.lower)
 
     def check(self) -> None:  # noqa: D102
-        if not isinstance(self.higher, list) or not isinstance(self.lower, list):
-            raise ValueError("higher and lower must be lists of rows")
-        if len(self.higher) != len(self.lower) or len(self.higher) < FEWEST:
-            raise ValueError(f"higher and lower must name as many rows, {FEWEST} or more")
+        _check_pairs(self.higher, self.lower)
         if len(set(self.rows)) < len(self.rows):
             raise ValueError("each row must be in one pair alone, because pairs count as independent")
         if self.paper is not None:
             _number(self.paper, "paper")
 
     def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
-        apart = [
-            differences({row: records.get(row, []) for row in (lower, higher)}, lower, metric).get(higher)
-            for higher, lower in zip(self.higher, self.lower, strict=True)
-        ]
-        if any(found is None for found in apart):
+        apart = _pairwise(records, self.higher, self.lower, metric)
+        if apart is None:
             return Outcome(NOT_YET, paper=self.paper)
-        pairs = Difference({number: found.mean for number, found in enumerate(apart) if found is not None}, {})
+        pairs = Difference({number: found.mean for number, found in enumerate(apart)}, {})
         above = sum(difference > 0 for difference in pairs.by_seed.values())
-        seeds = count_of_seeds(min(len(found.by_seed) for found in apart if found is not None))
+        seeds = count_of_seeds(min(len(found.by_seed) for found in apart))
         return outcome_of(pairs, f"{len(apart)} pairs, {above} above, of {seeds}", self.paper)
 
 
@@ -387,6 +371,41 @@ class Best(Kind):
         seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
         text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f}; told above {len(below)}, below "
         return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", could_tell(list(apart.values())))
+
+
+@dataclass(frozen=True)
+class Every(Kind):
+    """Each row of `higher` is above the one in its place in `lower`.
+
+    It does not hold if one of them is told the other way, as `Best`; of many rows that comes out by chance more often.
+    """
+
+    higher: list[str]
+    lower: list[str]
+    name: ClassVar[str] = "every"
+
+    @property
+    def rows(self) -> tuple[str, ...]:  # noqa: D102
+        return tuple(dict.fromkeys((*self.higher, *self.lower)))
+
+    def check(self) -> None:  # noqa: D102
+        _check_pairs(self.higher, self.lower)
+        if len(set(zip(self.higher, self.lower, strict=True))) < len(self.higher):
+            raise ValueError("each pair must be there once")
+        if same := [row for row, other in zip(self.higher, self.lower, strict=True) if row == other]:
+            raise ValueError(f"{same[0]!r} is compared with itself")
+
+    def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
+        apart = _pairwise(records, self.higher, self.lower, metric)
+        if apart is None:
+            return Outcome(NOT_YET)
+        above = [found for found in apart if found.told and found.mean > 0]
+        below = [row for row, found in zip(self.higher, apart, strict=True) if found.told and found.mean < 0]
+        verdict = FAILS if below else HOLDS if len(above) == len(apart) else OPEN
+        named = f" ({', '.join(below)})" if below else ""
+        seeds = count_of_seeds(min(len(found.by_seed) for found in apart))
+        text = f"of {len(apart)} told above {len(above)}, below {len(below)}{named} ({seeds})"
+        return Outcome(verdict, text, could_tell(apart))
 
 
 @dataclass(frozen=True)
@@ -580,5 +599,6 @@ class Untried(Kind):
 
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (HigherThan, Pairs, Contrast, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
+    kind.name: kind
+    for kind in (HigherThan, Pairs, Every, Contrast, SameOrder, Trend, Best, Oracle, Value, Bound, Untried)
 }

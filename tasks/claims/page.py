@@ -21,12 +21,10 @@ from hf_sparseprior.files import write_text
 from tasks.claims import commands
 from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
 from tasks.claims.kinds import (
-    AT_LEAST,
     FAILS,
     HOLDS,
     NOT_YET,
     OPEN,
-    POWER,
     VERDICTS,
     HigherThan,
     Outcome,
@@ -35,7 +33,7 @@ from tasks.claims.kinds import (
     number_in,
 )
 from tasks.common.command import run_command
-from tasks.common.paired import FEWEST, RULE
+from tasks.common.paired import AT_LEAST, FEWEST, POWER, RULE
 from tasks.common.results import read_results
 from tasks.common.tables import markdown_table
 
@@ -49,7 +47,8 @@ Each row is one claim of a paper, and what came out when we tried it, at the sca
 records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are
 in `configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows;
 records that were there before this page did not change what stands for a claim. Claims were compared with the papers
-once more when some rows had been run; `git log configs/claims` has what that changed.
+once more when some rows had been run; `git log configs/claims` has what that changed, and
+[the last section](#tests-that-were-changed-when-their-number-was-known) each test whose number was known.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
@@ -60,17 +59,25 @@ Differences are in percentage points, with their interval and the number of seed
 difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
 is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds it is "{AT_LEAST}" what the
 test images alone would let be told, to which seeds add. Where rows of two kinds share all other settings, the rule is
-applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one
-side at 5 %; they could tell the smallest one that passes. Times are judged by their quartiles over rounds, both of
-which must be within the bound. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B
-asks for one, which tells no difference and is there as a hint; some have more. The schedule of
-`configs/recipes/paired.yaml` was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if
-it suits a row more than others, then that one."""
+applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at
+5 %; they could tell the smallest one that passes. Either can be told with one seed of each row; how far other seeds
+would move it is not in it. A claim about several differences holds if each is told, and does not if one is told the
+other way, as one in 40 is by chance. Runs that share one pretrained model, as Sparsifiner's, differ in what comes
+after it alone, so that their intervals and "could tell" are of that model. Times are judged by their quartiles over
+rounds, both of which must be within the bound. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B asks for
+one, which tells no difference and is there as a hint; some have more. The schedule of `configs/recipes/paired.yaml`
+was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if it suits a row more than
+others, then that one."""
 
 BUDGET = """\
 Runs that claims ask for, each counted once, and the hours of one core that training and testing took. The hours are of
 all records that claims read, also of more seeds than they ask for. They are without what comes before, as UPop's search
 or a teacher, and without counted numbers, times and analyses."""
+CHANGED = """\
+## Tests that were changed when their number was known
+
+Everything else that stands for a claim was fixed before its runs. Each of these was changed because it was not what the
+paper says, or said more; judge for yourself."""
 Way = tuple[list[str], str]  # names of claims, and how they were tried
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
@@ -129,7 +136,19 @@ def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -
         if _drawn(paper, outcomes):
             lines.append(f"![{paper.title}: the paper's differences and ours]({picture_name(paper)})")
         lines += [f"### How {paper.title} was tried", _how(paper, ways)]
+    changed = _changed(papers, outcomes)
+    if changed:
+        lines += [CHANGED, changed]
     return "\n\n".join(lines) + "\n"
+
+
+def _changed(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    rows = []
+    for paper in papers:
+        for claim in (claim for claim in paper.claims if claim.changed is not None):
+            verdict = f"**{outcomes[paper.name, claim.name].verdict}**"
+            rows.append([paper.title, claim.where, claim.claim, str(claim.changed), verdict])
+    return _escaped(("paper", "where", "claim", "what was changed, and the verdict before", "verdict now"), rows)
 
 
 def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 from tasks.common.metrics import unpack_correct
 from tasks.common.tables import markdown_table, plus_minus
@@ -21,10 +21,18 @@ from tasks.common.tables import markdown_table, plus_minus
 ACCURACY = "test_accuracy"
 FEWEST = 3  # seeds, for a difference to be told
 CONFIDENCE = 0.95
+POWER = 0.8
+AT_LEAST = "at least"
 RULE = (
     f"A difference is told if 0 is outside its {100 * CONFIDENCE:.0f} % interval, which is the mean ± t(0.975, n - 1) "
     f"standard errors over n seeds, with n of {FEWEST} or more; else the rows are not told apart. If no row differed, "
     "one of 20 would be told by chance. Intervals are of one row each, and of this data, model and schedule."
+)
+
+COULD_TELL = (
+    f'"Could tell" is the smallest difference that {100 * POWER:.0f} of 100 repetitions would have told, with the '
+    f'spread that was found; with fewer than {FEWEST} seeds it is "{AT_LEAST}" what the test images alone would let be '
+    "told, to which seeds add."
 )
 
 
@@ -110,6 +118,32 @@ def right_images(record: Mapping[str, Any], metric: str) -> np.ndarray | None:
     return right if math.isclose(right.mean(), record["metrics"][metric], abs_tol=0.5 / len(right)) else None
 
 
+def smallest_told(difference: Difference) -> float | None:
+    """The difference in points that would be told with a probability of `POWER`, with the spread that was found; None
+    with fewer seeds than the rule asks for.
+    """
+    count = len(difference.by_seed)
+    if difference.error is None or count < FEWEST:
+        return None
+    return 100 * float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) + stdtrit(count - 1, POWER)) * difference.error
+
+
+def could_tell(found: Sequence[Difference]) -> str:
+    """The smallest difference that could have been told, as text, in points; of several, that where it is largest.
+
+    With too few seeds for the rule: the least that the test images alone allow, to which seeds add; "-" if it is not
+    known which images were right.
+    """
+    least = [smallest_told(one) for one in found]
+    if None not in least:
+        return f"{max(one for one in least if one is not None):.2f}"
+    errors = [max(one.image_errors.values(), default=None) for one in found]
+    if None in errors or not errors:
+        return "-"
+    by_images = 100 * float(ndtri((1 + CONFIDENCE) / 2) + ndtri(POWER)) * max(e for e in errors if e is not None)
+    return f"{AT_LEAST} {by_images:.2f}"
+
+
 def verdict(difference: Difference) -> str:
     """What `RULE` says, in words."""
     if difference.told is None:
@@ -123,7 +157,7 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
     """The differences as a Markdown table, in percentage points, and the rule below it."""
     columns = (
         *("row", f"minus {first}, points, by seed", "mean ± standard error", "95 % interval"),
-        *("standard error of one seed, by its test images", "verdict"),
+        *("could tell", "standard error of one seed, by its test images", "verdict"),
     )
     rows = []
     for name, difference in found.items():
@@ -135,11 +169,12 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
                 ", ".join(f"{100 * value:+.2f}" for value in difference.by_seed.values()),
                 plus_minus(mean, None if difference.error is None else 100 * difference.error, "+"),
                 "-" if half is None else f"{mean - 100 * half:+.2f} to {mean + 100 * half:+.2f}",
+                could_tell([difference]),
                 f"{100 * float(np.mean(errors)):.2f}" if errors else "-",
                 verdict(difference),
             ]
         )
-    return f"{markdown_table(columns, rows)}\n\n{RULE}"
+    return f"{markdown_table(columns, rows)}\n\n{RULE} {COULD_TELL}"
 
 
 def difference_summary(found: Mapping[str, Difference], first: str) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from scipy import stats
 
 from tasks.claims import page, todo
 from tasks.claims.claim import TIERS, read_paper, read_papers
-from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in, smallest_told
+from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
 from tasks.common.metrics import pack_correct
-from tasks.common.paired import Difference, differences
+from tasks.common.paired import Difference, differences, smallest_told
 from tasks.common.tables import count_of_seeds
 
 METRIC = "test_accuracy"
@@ -269,6 +269,50 @@ def test_best_of_rows() -> None:
     noisy = {**records, "b": runs(0.8, 0.5, 0.75, 0.55, 0.76)}
     assert judged("best", {"row": "a", "among": ["b", "c"]}, noisy).verdict == OPEN
     assert judged("best", {"row": "a", "among": ["b", "d"]}, records).verdict == NOT_YET
+
+
+SPREAD = np.array([0, 0.001, -0.001, 0.002, -0.002])
+
+
+@pytest.mark.parametrize(
+    ("levels", "verdict", "counts"),
+    [
+        ({"a": 0.6, "b": 0.61, "c": 0.65}, HOLDS, "of 3 told above 3, below 0 (5 seeds)"),
+        ({"a": 0.6, "b": 0.5, "c": 0.65}, OPEN, "of 3 told above 2, below 0 (5 seeds)"),
+        ({"a": 0.6, "b": 0.4, "c": 0.65}, FAILS, "of 3 told above 2, below 1 (b) (5 seeds)"),
+    ],
+)
+def test_every_row_is_above(levels: dict, verdict: str, counts: str) -> None:
+    """Each difference by itself as `difference` judges it, against one row or against rows of their own."""
+    noise = np.random.default_rng(0).permutation(SPREAD)
+    records = {row: runs(*(level + SPREAD)) for row, level in levels.items()}
+    records |= {"d": runs(*(0.5 + noise)), "e": runs(*(0.5 + noise))}
+    for lower in (["d", "d", "d"], ["d", "e", "d"]):
+        found = judged("every", {"higher": ["a", "b", "c"], "lower": lower}, records)
+        assert (found.verdict, found.ours, found.mean) == (verdict, counts, None)
+        alone = [
+            judged("difference", {"higher": row, "lower": other}, records)
+            for row, other in zip("abc", lower, strict=True)
+        ]
+        assert [one.verdict for one in alone].count(HOLDS) == int(counts.split("above ")[1][0])
+        assert found.could_tell == max((one.could_tell for one in alone), key=float)
+    del records["c"]
+    assert judged("every", {"higher": ["a", "b", "c"], "lower": ["d", "d", "d"]}, records).verdict == NOT_YET
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"higher": ["a", "b"], "lower": ["c", "d"]}, "3 or more"),
+        ({"higher": ["a", "b", "c"], "lower": ["d", "d"]}, "as many rows"),
+        ({"higher": "abc", "lower": ["d", "d", "d"]}, "lists of rows"),
+        ({"higher": ["a", "a", "c"], "lower": ["d", "d", "d"]}, "once"),
+        ({"higher": ["a", "b", "d"], "lower": ["d", "d", "d"]}, "'d' is compared with itself"),
+    ],
+)
+def test_bad_lists_of_every_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KINDS["every"].read(settings)
 
 
 @pytest.mark.parametrize(("apart", "verdict"), [(True, HOLDS), (False, OPEN)])
@@ -586,6 +630,15 @@ def test_models_that_an_analysis_reads_are_of_runs_that_claims_ask_for() -> None
 
 def test_page_is_what_the_records_say(capsys: pytest.CaptureFixture) -> None:
     assert page.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_test_that_was_changed_stands_on_the_page_with_what_changed() -> None:
+    text = (page.ROOT / page.PAGE).read_text(encoding="utf-8")
+    listed = text.partition("\n## Tests that were changed when their number was known\n")[2]
+    changed = [claim for paper in PAPERS for claim in paper.claims if claim.changed is not None]
+    assert len(changed) > 20
+    for claim in changed:
+        assert f"| {claim.claim} | {claim.changed} | **" in listed
 
 
 def test_page_check_notices_another_number(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -32,7 +32,8 @@ def test_a_difference_worked_out_by_hand():
     assert 100 * one.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3), rel=1e-6)
     assert one.told is False and verdict(one) == "not told apart"
     line = difference_table(found, "dense").split("\n")[2]
-    assert line == "| other | +3.00, +2.00, -2.00 | +1.00 ± 1.53 | -5.57 to +7.57 | - | not told apart |"
+    # With 2 degrees of freedom: (4.303 + 1.061) * 1.528.
+    assert line == "| other | +3.00, +2.00, -2.00 | +1.00 ± 1.53 | -5.57 to +7.57 | 8.19 | - | not told apart |"
 
 
 def test_a_difference_is_told_when_the_paired_t_test_says_so():
@@ -57,7 +58,7 @@ def test_two_seeds_tell_nothing():
     assert [one.told for one in found.values()] == [None, None]
     assert found["b"].half_width == 0 and found["c"].half_width is found["c"].error is None
     assert verdict(found["b"]) == "fewer than 3 seeds"
-    assert "| c | +10.00 | +10.00 | - | - | fewer than 3 seeds |" in difference_table(found, "a")
+    assert "| c | +10.00 | +10.00 | - | - | - | fewer than 3 seeds |" in difference_table(found, "a")
 
 
 @pytest.mark.parametrize(("by", "told"), [(0.0, False), (0.01, True)])
