@@ -60,7 +60,10 @@ TABLES = [
 STARTS = [*shipped.cells("classification/imagenet.yaml"), *shipped.cells("classification/sparsifiner.yaml")]
 STARTS += ["classification/deit_tiny_384.yaml"]
 # With the schedule of recipes/paired.yaml.
-PAIRED = ("#paired", "/curve_order.yaml", "/families_small.yaml", "/vio_paired.yaml", "/vio_paired_projection.yaml")
+PAIRED = (
+    *("#paired", "/curve_order.yaml", "/families_small.yaml", "/fib_batch.yaml"),
+    *("/vio_paired.yaml", "/vio_paired_projection.yaml"),
+)
 
 
 FAMILIES = ("swin", "convit", "iformer", "vit_tiny")
