@@ -104,7 +104,12 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
     try:
         yield scratch
         scratch.chmod(0o755)
-        os.replace(scratch, out)
+        try:
+            os.replace(scratch, out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise OSError(f"{out} exists by now: something else was written there in the meantime") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

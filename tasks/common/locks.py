@@ -86,6 +86,13 @@ def turn(path: Path) -> Iterator[None]:
             return
 
 
+@contextmanager
+def made_once(folder: Path) -> Iterator[None]:
+    """The turn of one of several processes that found a folder missing; within it, look again whether it is there."""
+    with turn(folder.with_name(f".{folder.name}.lock")):
+        yield
+
+
 def holder(path: Path) -> str | None:
     """Which process has the lock of a file, in words; None if none has it, or if files cannot be locked there."""
     try:

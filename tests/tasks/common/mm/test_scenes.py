@@ -1,5 +1,7 @@
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +171,26 @@ def test_folder_is_whole_or_not_there(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder / "images", tmp_path / "half" / "images")
     assert main([str(tmp_path / "half"), *COUNTS]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@needs_garments
+def test_two_that_find_the_folder_missing_write_it_once(tmp_path, monkeypatch):
+    """As runs of a comparison do that begin together."""
+    written, write = [], scenes.write_split
+
+    def count(*arguments):
+        written.append(arguments[2])
+        time.sleep(0.3)
+        return write(*arguments)
+
+    monkeypatch.setattr(scenes, "write_split", count)
+    settings = SceneSettings(training=2, validation=2, test=2, size=96)
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda _: scenes.write_scenes(tmp_path / "out", settings), range(2)))
+    assert written == list(SPLITS)
+    out = tmp_path / "out"
+    assert sorted(said) == [f"{out} is complete already", f"{out}: 2 training, 2 validation, 2 test"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @needs_garments
