@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,7 @@ def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
     """How each line is drawn, the same in every panel."""
     styles: dict[str, dict[str, Any]] = {}
     names = dict.fromkeys(name for panel in panels for name in panel.lines)
-    others = iter(zip(COLOURS, MARKERS, strict=False))
+    others = ((COLOURS[n % len(COLOURS)], MARKERS[(n + n // len(COLOURS)) % len(MARKERS)]) for n in count())
     for name in names:
         if any(name == panel.bound for panel in panels):
             styles[name] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.4, "zorder": 1}

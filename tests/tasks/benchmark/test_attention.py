@@ -200,3 +200,13 @@ def test_crossover_of_power_laws():
 def test_sizes_are_sorted():
     assert report.parse_sizes("--sizes", "1024x2,196x8,196x8") == [Size(196, 8), Size(1024, 2)]
     assert report.parse_sizes("--sizes", "") == []
+
+
+def test_any_number_of_contenders_is_drawn_each_in_its_own_way(tmp_path):
+    spread = {"median": 0.2, "lower": 0.1, "upper": 0.3}
+    lines = {name: [(64, spread), (128, spread)] for name in ("dense", "copy", *map(str, range(40)))}
+    path = report.draw_times([[report.Panel("forward", lines, "dense", "copy")]], tmp_path / "a.png", "many", "pixels")
+    assert path.stat().st_size > 1000
+    styles = report._styles([report.Panel("forward", lines, "dense", "copy")])
+    looks = [(style["color"], style.get("marker")) for style in styles.values()]
+    assert len(set(looks)) == len(looks) == 42
