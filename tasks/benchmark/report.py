@@ -173,6 +173,7 @@ def an_image(seconds: Mapping[str, float], batch: int) -> dict[str, float]:
 # ---- picture --------------------------------------------------------------------------------------------------------
 
 LEGEND_INCHES = 2.1  # for a single entry
+LEGEND_INCHES_OF_LINE, LEGEND_INCHES_OF_LETTER = 0.6, 0.08  # of size 9
 RING = "faster than dense from here on"
 Line = list[tuple[int, dict[str, float]]]
 
@@ -248,7 +249,8 @@ def draw_times(panels: Sequence[Sequence[Panel]], path: Path, heading: str, xlab
         axis.set_ylabel("ms an image")
     figure.suptitle(heading, fontsize=11)
     names = [name for name in (*styles, RING) if name in handles]
-    columns = max(1, int(figure.get_figwidth() // LEGEND_INCHES))
+    widest = max(LEGEND_INCHES, LEGEND_INCHES_OF_LINE + LEGEND_INCHES_OF_LETTER * max(map(len, names), default=0))
+    columns = max(1, int(figure.get_figwidth() // widest))
     figure.legend(
         [handles[name] for name in names], names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
