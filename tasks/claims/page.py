@@ -62,12 +62,12 @@ test images alone would let be told, to which seeds add. Where rows of two kinds
 applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at
 5 %; they could tell the smallest one that passes. Either can be told with one seed of each row; how far other seeds
 would move it is not in it. A claim about several differences holds if each is told, and does not if one is told the
-other way, as one in 40 is by chance. Runs that share one pretrained model, as Sparsifiner's, differ in what comes
-after it alone, so that their intervals and "could tell" are of that model. Times are judged by their quartiles over
-rounds, both of which must be within the bound. A claim of tier A asks for {TIERS["A"]} seeds. One of tier B asks for
-one, which tells no difference and is there as a hint; some have more. The schedule of `configs/recipes/paired.yaml`
-was chosen with dense attention alone ([how](../tasks/classification/RESULTS.md)), so if it suits a row more than
-others, then that one."""
+other way; if none differed, each would be with a chance of one in 40, and one of 19 with up to 38 %. Runs that share
+one pretrained model, as Sparsifiner's, differ in what comes after it alone, so that their intervals and "could tell"
+are of that model. Times are judged by their quartiles over rounds, both of which must be within the bound. A claim of
+tier A asks for {TIERS["A"]} seeds. One of tier B asks for one, which tells no difference and is there as a hint; some
+have more. The schedule of `configs/recipes/paired.yaml` was chosen with dense attention alone
+([how](../tasks/classification/RESULTS.md)), so if it suits a row more than others, then that one."""
 
 BUDGET = """\
 Runs that claims ask for, each counted once, and the hours of one core that training and testing took. The hours are of
@@ -76,8 +76,8 @@ or a teacher, and without counted numbers, times and analyses."""
 CHANGED = """\
 ## Tests that were changed when their number was known
 
-Everything else that stands for a claim was fixed before its runs. Each of these was changed because it was not what the
-paper says, or said more; judge for yourself."""
+Each of these was changed because it was not what the paper says, or said more; judge for yourself. Claims that were
+added or taken out when rows were known are at the head of each file in `configs/claims`, and in its history."""
 Way = tuple[list[str], str]  # names of claims, and how they were tried
 CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 

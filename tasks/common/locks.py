@@ -89,6 +89,7 @@ def turn(path: Path) -> Iterator[None]:
 @contextmanager
 def made_once(folder: Path) -> Iterator[None]:
     """The turn of one of several processes that found a folder missing; within it, look again whether it is there."""
+    folder = folder.resolve()  # "." has no name
     with turn(folder.with_name(f".{folder.name}.lock")):
         yield
 
