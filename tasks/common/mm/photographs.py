@@ -41,7 +41,7 @@ import numpy as np
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.files import whole_folder, write_text
 from tasks.common.command import run_command
-from tasks.common.locks import made_once
+from tasks.common.locks import make_once
 from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.scenes import BACKGROUND, SPLITS, corner_boxes, mask_box, run_lengths
@@ -275,11 +275,8 @@ def write_photographs(out: Path, settings: Settings) -> str:
         OSError: if `out` is something else.
         ValueError: if `out` holds photographs of other settings.
     """
-    if not _is_complete(out, settings):
-        with made_once(out):
-            if not _is_complete(out, settings):
-                return _write_photographs(out, settings)
-    return f"{out} is complete already"
+    written = make_once(out, lambda: _is_complete(out, settings), lambda: _write_photographs(out, settings))
+    return written or f"{out} is complete already"
 
 
 def _is_complete(out: Path, settings: Settings) -> bool:

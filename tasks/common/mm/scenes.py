@@ -41,7 +41,7 @@ from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
 from tasks.common.images.sources.images import Images
-from tasks.common.locks import made_once
+from tasks.common.locks import make_once
 from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 
@@ -356,11 +356,8 @@ def write_scenes(out: Path, settings: SceneSettings) -> str:
         OSError: if `out` is something else, Fashion-MNIST is not installed or a photo is missing.
         ValueError: if `out` holds scenes of other settings.
     """
-    if not _is_complete(out, settings):
-        with made_once(out):
-            if not _is_complete(out, settings):
-                return _write_scenes(out, settings)
-    return f"{out} is complete already"
+    written = make_once(out, lambda: _is_complete(out, settings), lambda: _write_scenes(out, settings))
+    return written or f"{out} is complete already"
 
 
 def _is_complete(out: Path, settings: SceneSettings) -> bool:
