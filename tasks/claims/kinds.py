@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from tasks.common.metrics import unpack_correct
-from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, could_tell, differences, right_images
+from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, could_tell, differences, image_scores
 from tasks.common.tables import count_of_seeds
 
 HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (
@@ -269,7 +269,7 @@ class Contrast(Kind):
         for seed in shared:
             four = [runs[row][seed] for row in (*self.larger, *self.smaller)]
             by_seed[seed] = float(np.dot(CONTRAST, [run["metrics"][metric] for run in four]))
-            right = [own for run in four if (own := right_images(run, metric)) is not None]
+            right = [own for run in four if (own := image_scores(run, metric)) is not None]
             if len(right) == len(four) and len({len(own) for own in right}) == 1:
                 errors[seed] = float(np.std(CONTRAST @ np.array(right), ddof=1)) / math.sqrt(len(right[0]))
         found = Difference(by_seed, errors)

@@ -41,8 +41,8 @@ class Difference:
     """A row's accuracy minus the first row's, by seed, as fractions.
 
     by_seed: of the seeds that both rows have.
-    image_errors: standard error of a seed's difference over the test images, where both runs recorded which of them
-    they got right.
+    image_errors: standard error of a seed's difference over the test images or episodes, where both runs recorded
+    what they did in each of them.
     """
 
     by_seed: Mapping[int, float]
@@ -82,8 +82,8 @@ def differences(
     Args:
         results: records by row, one a seed.
         first: name of the row that the others are compared with.
-        metric: what is compared, a share of the test images; where it is the share of those that `test_correct` says
-            are right, the error over them is known.
+        metric: what is compared, a share of the test images or the mean of their rewards; where it is the mean of what
+            a record has of each image (`image_scores`), the error over them is known.
     """
     runs = {name: {record["seed"]: record for record in records} for name, records in results.items()}
     found = {}
@@ -100,22 +100,27 @@ def differences(
 
 
 def image_error(one: Mapping[str, Any], other: Mapping[str, Any], metric: str = ACCURACY) -> float | None:
-    """Standard error over test images of the difference of two runs' accuracies; None if it is not known.
+    """Standard error over test images, or episodes, of the difference of two runs; None if it is not known.
 
     It is what another draw of as many test images would change, with the same two models.
     """
-    right, reference = right_images(one, metric), right_images(other, metric)
-    if right is None or reference is None or len(right) != len(reference) or len(right) < 2:
+    scores, reference = image_scores(one, metric), image_scores(other, metric)
+    if scores is None or reference is None or len(scores) != len(reference) or len(scores) < 2:
         return None
-    return float(np.std(right - reference, ddof=1)) / math.sqrt(len(right))
+    return float(np.std(scores - reference, ddof=1)) / math.sqrt(len(scores))
 
 
-def right_images(record: Mapping[str, Any], metric: str) -> np.ndarray | None:
-    """Of each test image, 1 if it is right, else 0; None if a record does not have it of this metric."""
-    if (kept := record.get("test_correct")) is None:
-        return None
-    right = unpack_correct(kept).astype(float)
-    return right if math.isclose(right.mean(), record["metrics"][metric], abs_tol=0.5 / len(right)) else None
+def image_scores(record: Mapping[str, Any], metric: str) -> np.ndarray | None:
+    """What the metric is the mean of: of each test image 1 if it is right, else 0, or of each episode its reward.
+
+    None if a record does not have it of this metric.
+    """
+    right = unpack_correct(record["test_correct"]).astype(float) if record.get("test_correct") else None
+    rewards = np.array(record["test_rewards"]) if record.get("test_rewards") else None
+    for scores in (right, rewards):
+        if scores is not None and math.isclose(scores.mean(), record["metrics"][metric], abs_tol=1e-9):
+            return scores
+    return None
 
 
 def smallest_told(difference: Difference) -> float | None:

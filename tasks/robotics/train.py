@@ -165,6 +165,7 @@ def test(out: Path, trainer: TrainerConfig, results: Results) -> None:
     results.metrics |= {f"test_{key}": value for key, value in metrics.items()}
     solved = np.array([each["success"] for each in found["episodes"]])
     results.details["test_correct"] = pack_correct(np.ones(len(solved), bool), solved)
+    results.details["test_rewards"] = [each["max_reward"] for each in found["episodes"]]
 
 
 def tell_episodes(training: Training, episodes: dict[str, int]) -> None:

@@ -9,7 +9,7 @@ from scipy import stats
 
 from tasks.common.comparison_table import draw_results, write_comparison
 from tasks.common.metrics import pack_correct, unpack_correct
-from tasks.common.paired import Difference, difference_table, differences, image_error, verdict
+from tasks.common.paired import Difference, could_tell, difference_table, differences, image_error, verdict
 
 
 def record(seed, accuracy, right=None):
@@ -91,6 +91,25 @@ def test_the_error_over_images_is_mcnemars():
 def test_the_error_over_images_needs_the_same_images():
     one, short = record(0, 1.0, [1, 0, 1]), record(0, 1.0, [1, 0])
     assert image_error(one, short) is image_error(one, record(0, 1.0)) is image_error(record(0, 1.0), one) is None
+
+
+def test_the_error_over_episodes_is_of_their_rewards():
+    """The metric says whether it is the mean of what was solved or of rewards, which may lie close together."""
+    rewards = np.random.default_rng(2).random((2, 50))
+    solved = rewards > [[0.51], [0.5]]  # shares of solved episodes within half an episode of the mean reward
+    runs = [
+        record(0, float(right.mean()), right) | {"test_rewards": own.tolist()}
+        for right, own in zip(solved, rewards, strict=True)
+    ]
+    for run, own in zip(runs, rewards, strict=True):
+        run["metrics"]["test_max_reward"] = float(own.mean())
+    expected = {"test_accuracy": np.subtract(*solved.astype(float)), "test_max_reward": np.subtract(*rewards)}
+    for metric, apart in expected.items():
+        assert image_error(*runs, metric) == pytest.approx(np.std(apart, ddof=1) / math.sqrt(50)), metric
+        found = differences({"a": runs[1:], "b": runs[:1]}, "a", metric)["b"]
+        assert could_tell([found]) == f"at least {100 * 2.801585 * np.std(apart, ddof=1) / math.sqrt(50):.2f}"
+    del runs[0]["test_rewards"]
+    assert image_error(*runs, "test_max_reward") is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1001])

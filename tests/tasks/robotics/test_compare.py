@@ -100,6 +100,7 @@ def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole
             with evaluate.one_thread():
                 played = [rollout(policy, environment, seed) for seed in (123_456, 123_457)]
             assert unpack_correct(record["test_correct"]).tolist() == [each.success for each in played]
+            assert record["test_rewards"] == [each.max_reward for each in played]
             metrics = record["metrics"]
             assert metrics["test_success"] == np.mean([each.success for each in played])
             assert metrics["test_max_reward"] == np.mean([each.max_reward for each in played])
