@@ -66,7 +66,7 @@ PAIRED = (
 )
 
 
-FAMILIES = ("swin", "convit", "iformer", "vit_tiny")
+FAMILIES = ("swin", "convit", "convit_heads", "iformer", "vit_tiny")
 
 
 def is_small(name: str) -> bool:
