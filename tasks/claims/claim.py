@@ -15,6 +15,7 @@
         records: tasks/classification/results/fib_table2_paired
         metric: test_accuracy             the default
         reduced: what is smaller than in the paper
+        fitted: the setting that was chosen so that numbers like this one come out
         changed: how the test was changed when its number was known, and what the verdict had been
 
 A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `untried: why`. A claim that is untried
@@ -29,7 +30,8 @@ Rows need not be those of a comparison. With `keys` they are numbers of a file, 
         keys: {fibottention: [models/0/last_layer/diversity/median], dense: [models/1/last_layer/diversity/median]}
 
 With `relative_to`, a key of that file, all of them are divided by the number there. If `records` and `config` have
-{seed}, there is a file and a command for each seed that the tier asks for, and each row has one key:
+{seed}, there is a file and a command for each seed that the tier asks for, and each row has one key. Without a tier the
+numbers are counted, as FLOPs, and have no seeds:
 
         config: tasks.analysis.diversity outputs/.../seed{seed} ... --out tasks/analysis/results/diversity/seed{seed}
         records: tasks/analysis/results/diversity/seed{seed}/diversity.json
@@ -58,10 +60,11 @@ class Claim:
     """One sentence of a paper, and how it was tried.
 
     name: unique in its paper. where: the place in the paper. paper: its numbers, as printed. test: what would show it.
-    tier: "A" or "B"; None: not tried. config: FILE#CELL of the comparison. task: whose `compare` runs it. records:
-    folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in the paper.
-    keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its number.
-    relative_to: where it has their unit. changed: how the test was changed when its number was known.
+    tier: "A" or "B"; None: not tried, or of no seeds. config: FILE#CELL of the comparison. task: whose `compare` runs
+    it. records: folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in
+    the paper. keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its
+    number. relative_to: where it has their unit. fitted: the setting that was chosen so that it comes out. changed: how
+    the test was changed when its number was known.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Claim:
     reduced: str | None = None
     keys: Mapping[str, Sequence[str]] | None = None
     relative_to: str | None = None
+    fitted: str | None = None
     changed: str | None = None
 
     @property
@@ -178,12 +182,13 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
     _check_keys(entry, known, {"where", "claim", "paper", "test"}, where)
     test = _test(entry["test"], where)
     of_runs, has_keys = {"tier", "config", "task", "records", "reduced"}, "keys" in entry
-    if missing := sorted((of_runs - ({"task"} if has_keys else set()) if test.rows else set()) - set(entry)):
+    not_needed = {"task"} | (set() if SEED in str(entry.get("records")) else {"tier"}) if has_keys else set()
+    if missing := sorted((of_runs - not_needed if test.rows else set()) - set(entry)):
         raise ValueError(f"{where}: {test.name} needs {', '.join(missing)}")
     if isinstance(test, Untried):
-        without = of_runs | {"metric", "keys", "relative_to"}
+        without = of_runs | {"metric", "keys", "relative_to", "fitted"}
     elif test.rows:
-        without = {"task", "metric"} if has_keys else {"relative_to"}
+        without = {"fitted"} | ({"task", "metric"} if has_keys else {"relative_to"})
     else:
         without = {"records", "metric", "keys", "relative_to"}
     if extra := sorted(without & set(entry)):
@@ -194,6 +199,8 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
     each_seed = {key for key in ("config", "records") if SEED in str(entry.get(key))}
     if each_seed and (keys is None or len(each_seed) < 2 or any(len(own) != 1 for own in keys.values())):
         raise ValueError(f"{where}: {SEED} must be in config and records, of rows with one key each")
+    if keys is not None and "tier" not in entry and any(len(own) != 1 for own in keys.values()):
+        raise ValueError(f"{where}: without a tier each row must have one key")
     texts = {key: value for key, value in entry.items() if key not in ("test", "keys")}
     if wrong := [key for key, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")

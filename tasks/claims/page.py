@@ -35,12 +35,13 @@ from tasks.claims.kinds import (
 from tasks.common.command import run_command
 from tasks.common.paired import AT_LEAST, FEWEST, POWER, RULE
 from tasks.common.results import read_results
-from tasks.common.tables import markdown_table
+from tasks.common.tables import count_of_seeds, markdown_table
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = Path("configs/claims")
 THE_PAPER, FEW, MARGIN = "the paper", f"fewer than {FEWEST} seeds", "the claim's margin"  # of pictures
 PAGE = Path("docs/claims.md")
+MIXED = "‡"  # beside a number whose rows were trained on different processors
 COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
 INTRODUCTION = f"""\
 Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
@@ -58,16 +59,26 @@ once more when some rows had been run; `git log configs/claims` has what that ch
 Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
 difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
 is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds it is "{AT_LEAST}" what the
-test images alone would let be told, to which seeds add. Where rows of two kinds share all other settings, the rule is
-applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at
-5 %; they could tell the smallest one that passes. Either can be told with one seed of each row; how far other seeds
-would move it is not in it. A claim about several differences holds if each is told, and does not if one is told the
-other way; if none differed, each would be with a chance of one in 40, and one of 19 with up to 38 %. Runs that share
-one pretrained model, as Sparsifiner's, differ in what comes after it alone, so that their intervals and "could tell"
-are of that model. Times are judged by their quartiles over rounds, both of which must be within the bound. A claim of
-tier A asks for {TIERS["A"]} seeds. One of tier B asks for one, which tells no difference and is there as a hint; some
-have more. The schedule of `configs/recipes/paired.yaml` was chosen with dense attention alone
-([how](../tasks/classification/RESULTS.md)), so if it suits a row more than others, then that one."""
+test images or episodes alone would let be told, to which seeds add; "-" if not even these are recorded. Where rows of
+two kinds share all other settings, the rule is applied to the pairs of them in place of seeds. Rank correlations are
+Spearman's, tested by permutation to one side at 5 %; they could tell the smallest one that passes, and an order does
+not hold if the opposite order is told (p near 1). Pairs and rank correlations of trained models need {FEWEST} seeds of
+each row, too. A claim about several differences holds if each is told, and does not if one is told the other way. If no
+row differed, each difference would be told the other way with a chance of one in 40, and one of 19 of them with up to
+38 %. "5. of 9" is the fifth of nine rows by the mean.
+
+Runs that share one pretrained model, as Sparsifiner's, differ only in what comes after it, so that their intervals and
+"could tell" are of that model. {MIXED}: rows of a seed were trained on different processors, which round differently;
+the same run on both differed by up to 0.39 points, 0.15 on average
+([where](../tasks/classification/RESULTS.md#fibottention-table-2-with-the-papers-budgets-paired)). Times are
+judged by their quartiles over rounds, both of which must be within the bound. A claim of tier A asks for {TIERS["A"]}
+seeds. One of tier B asks for one, which tells nothing of trained models and is there as a hint; some have more. The
+schedule of `configs/recipes/paired.yaml` was chosen with dense attention alone
+([how](../tasks/classification/RESULTS.md#a-model-and-schedule-for-comparisons-of-many-rows)), so if it suits any row
+more than the others, it is dense attention.
+
+In the pictures "A > B - m" is the claim that A is at most m points below B. Names in brackets are folders of
+records."""
 
 BUDGET = """\
 Runs that claims ask for, each counted once, and the hours of one core that training and testing took. The hours are of
@@ -118,7 +129,22 @@ def outcome(claim: Claim, root: Path) -> Outcome:
     files = {root / file for places in claim.numbers().values() for _, file, _ in places}
     if found.verdict != NOT_YET and not all(run.is_file() for run in {*claim.runs(root).values(), *files}):
         return replace(found, verdict=NOT_YET)
-    return found
+    if not claim.test.rows:
+        return found
+    if claim.tier is None:
+        return replace(found, ours=found.ours.replace(f"{count_of_seeds(1)})", "counted)"))
+    if found.verdict in (HOLDS, FAILS) and min(map(len, records.values())) < FEWEST:
+        found = replace(found, verdict=OPEN, half_width=None)
+    return replace(found, ours=f"{found.ours} {MIXED}") if has_mixed_processors(records) else found
+
+
+def has_mixed_processors(records: Records) -> bool:
+    """Whether rows of a seed were trained on different processors, which round differently."""
+    by_seed: dict[int, set[str]] = {}
+    for run in (run for runs in records.values() for run in runs):
+        if processor := run.get("hardware", {}).get("cpu"):
+            by_seed.setdefault(run["seed"], set()).add(processor)
+    return any(len(processors) > 1 for processors in by_seed.values())
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -166,8 +192,9 @@ def overview(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
 # By whether a claim reads rows, and whether these are runs of a task.
 JUDGED_BY = {
     (True, True): "accuracy of trained models",
-    (True, False): "numbers of an analysis",
-    (False, False): "one number of a record",
+    (True, False): "rows of an analysis",
+    (False, False): "one number, counted, timed or measured",
+    "fitted": "one number, with a setting fitted to such numbers",
     None: "not tried",
 }
 
@@ -176,6 +203,8 @@ def judged_by(claim: Claim) -> str:
     """By what kind of evidence a claim is judged: a value of `JUDGED_BY`."""
     if isinstance(claim.test, Untried):
         return JUDGED_BY[None]
+    if claim.fitted is not None:
+        return JUDGED_BY["fitted"]
     return JUDGED_BY[bool(claim.test.rows), claim.task is not None]
 
 
@@ -240,9 +269,9 @@ def _ways(paper: Paper) -> list[Way]:
     groups: dict[tuple[str | None, ...], list[Claim]] = {}
     for claim in paper.claims:
         if not isinstance(claim.test, Untried):
-            groups.setdefault((claim.config, claim.task, claim.record, claim.reduced), []).append(claim)
+            groups.setdefault((claim.config, claim.task, claim.record, claim.reduced, claim.fitted), []).append(claim)
     ways = []
-    for (config, task, record, reduced), claims in groups.items():
+    for (config, task, record, reduced, fitted), claims in groups.items():
         places = ", ".join(dict.fromkeys(place for claim in claims for place in claim.where.split(", ")))
         each = ""
         if claims[0].has_file_for_each_seed:
@@ -258,7 +287,8 @@ def _ways(paper: Paper) -> list[Way]:
             command = f" {', '.join(f'`{line}`' for line in commands_of)}."
         table = f"{record}/table.md" if task is not None else str(record)
         link = f" [Records](../{table})." if (ROOT / table).is_file() else ""
-        ways.append(([claim.name for claim in claims], f"{places}:{f' {reduced}.' if reduced else ''}{command}{link}"))
+        what = "".join(f" {part}." for part in (reduced, fitted and f"With {fitted} fitted") if part)
+        ways.append(([claim.name for claim in claims], f"{places}:{what}{command}{link}"))
     return ways
 
 

@@ -442,6 +442,9 @@ def read(tmp_path, content: object) -> object:
         (("claims", "table3-c", "keys"), {"a": ["x"], "b": "y"}, "keys of 'b' must be a list of texts"),
         (("claims", "table3-c", "keys"), {"a": ["x"], "b": ["y", "z"]}, "the same number of seeds"),
         (("claims", "table3-c", "records"), "w/{seed}.json", "{seed} must be in config and records, of rows with one"),
+        (("claims", "table3-c", "tier"), None, "without a tier each row must have one key"),
+        (("claims", "table1-a", "fitted"), "a share", "difference has no fitted"),
+        (("claims", "table2-b", "fitted"), "a share", "untried has no fitted"),
         (("claims", "table3-c", "config"), "tasks.own --out w/{seed}", "{seed} must be in config and records"),
         (("claims", "table1-a", "records"), "r/{seed}", "{seed} must be in config and records"),
         (("claims", "table2-b", "keys"), {}, "untried has no keys"),
@@ -500,7 +503,7 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     assert "needs a GPU | - | - | **not tried** | - |" in text
     for judged_by, numbers in (
         ("accuracy of trained models", "1 | 1 | 0 | 0 | 0 | 0"),
-        ("numbers of an analysis", "1 | 0 | 0 | 0 | 1 | 0"),
+        ("rows of an analysis", "1 | 0 | 0 | 0 | 1 | 0"),
     ):
         assert f"| A | {judged_by} | {numbers} |" in text
     assert "| A | not tried | 1 | 0 | 0 | 0 | 0 | 1 |" in text
@@ -586,6 +589,76 @@ def test_rows_may_be_numbers_of_a_file_for_each_seed(tmp_path) -> None:
     assert relative.mean == pytest.approx(100 * np.mean([gain / (0.5 + n) for n, gain in enumerate(gains)]))
     text = page.text([paper], {(paper.name, c.name): found for c in paper.claims})
     assert "`python -m tasks.own seed{seed} --out w/{seed}` for each seed of 0 to 4." in text
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+@pytest.mark.parametrize(
+    "test",
+    [
+        {"trend": {"xs": {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6}, "direction": "up"}},
+        {"trend": {"xs": {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6}, "direction": "down"}},
+        {"pairs": {"higher": ["d", "e", "f"], "lower": ["a", "b", "c"]}},
+    ],
+    ids=["order", "opposite order", "pairs"],
+)
+def test_trained_rows_tell_nothing_with_fewer_seeds_than_the_rule_asks_for(tmp_path, test: dict, seeds: int) -> None:
+    content = copy.deepcopy(GOOD)
+    content["claims"]["table1-a"] |= {"test": test, "tier": "B"}
+    [claim] = [claim for claim in read(tmp_path, content).claims if claim.name == "table1-a"]
+    for place, row in enumerate("abcdef"):
+        (tmp_path / "r" / row).mkdir(parents=True)
+        for seed in range(seeds):
+            record = {"seed": seed, "metrics": {METRIC: 0.1 * place + 0.01 * seed}}
+            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    found = page.outcome(claim, tmp_path)
+    told = FAILS if test.get("trend", {}).get("direction") == "down" else HOLDS
+    assert found.verdict == (told if seeds == 3 else OPEN)
+    assert "rank correlation" in found.ours or found.mean == pytest.approx(30)
+    assert (found.half_width is not None) == ("pairs" in test and seeds == 3)
+
+
+def test_counted_rows_have_no_seeds(tmp_path) -> None:
+    content = copy.deepcopy(GOOD)
+    rows = {row: [f"{row}/gflops"] for row in "abcd"}
+    own = content["claims"]["table3-c"]
+    own |= {"test": {"trend": {"xs": {"a": 1, "b": 2, "c": 3, "d": 4}, "direction": "up"}}, "keys": rows}
+    del own["tier"]
+    paper = read(tmp_path, content)
+    [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
+    (tmp_path / "w").mkdir()
+    counts = {row: {"gflops": place / 10} for place, row in enumerate(rows)}
+    (tmp_path / "w" / "wide.json").write_text(json.dumps(counts), encoding="utf-8")
+    found = page.outcome(claim, tmp_path)
+    assert (found.verdict, found.ours) == (HOLDS, "rank correlation +1.00 (p = 0.042; 4 rows, counted)")
+
+
+@pytest.mark.parametrize("other", ["AMD EPYC", "Intel Xeon"])
+def test_rows_of_two_processors_are_marked(tmp_path, other: str) -> None:
+    [claim] = [claim for claim in read(tmp_path, GOOD).claims if claim.name == "table1-a"]
+    for row, first in (("a", other), ("b", "AMD EPYC")):
+        (tmp_path / "r" / row).mkdir(parents=True)
+        for seed in range(5):
+            hardware = {"cpu": first if seed == 3 else "AMD EPYC"}
+            record = {"seed": seed, "metrics": {METRIC: 0.5 + 0.02 * (row == "a")}, "hardware": hardware}
+            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    marked = page.outcome(claim, tmp_path).ours.endswith(f"seeds) {page.MIXED}")
+    assert marked == (other != "AMD EPYC") and page.MIXED in page.INTRODUCTION
+
+
+def test_numbers_with_a_fitted_setting_are_counted_apart(tmp_path) -> None:
+    content = copy.deepcopy(GOOD)
+    value = {"where": "Table 4", "claim": "d.", "paper": "4", "test": {"bound": {"record": "n.json", "key": "n"}}}
+    value["test"]["bound"]["at_most"] = 4
+    content["claims"] = {"table4-d": value, "table4-e": value | {"fitted": "the share"}}
+    (tmp_path / "n.json").write_text('{"n": 4}', encoding="utf-8")
+    paper = read(tmp_path, content)
+    outcomes = {(paper.name, claim.name): page.outcome(claim, tmp_path) for claim in paper.claims}
+    lines = page.overview([paper], outcomes).splitlines()[2:]
+    assert lines == [
+        "| A | one number, counted, timed or measured | 1 | 1 | 0 | 0 | 0 | 0 |",
+        "| A | one number, with a setting fitted to such numbers | 1 | 1 | 0 | 0 | 0 | 0 |",
+    ]
+    assert "With the share fitted." in page.text([paper], outcomes)
 
 
 def test_a_star_in_a_key_is_the_mean_over_a_list(tmp_path) -> None:
