@@ -17,6 +17,7 @@
         reduced: what is smaller than in the paper
         fitted: the setting that was chosen so that numbers like this one come out
         changed: how the test was changed when its number was known, and what the verdict had been
+        written: after its rows           if all its runs had a record when it was written (tasks/claims/history.py)
 
 A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `untried: why`. A claim that is untried
 has no config, task, records, metric, tier or reduced. One that reads a number (`value`, `bound`) may have a config,
@@ -52,6 +53,7 @@ from tasks.common.paired import ACCURACY
 
 TIERS = {"A": 5, "B": 1}  # seeds
 SEED = "{seed}"  # in texts that are there for each seed
+AFTER = "after its rows"
 BUDGETS = {"A": 30, "B": 15}  # hours of one core
 
 
@@ -64,7 +66,7 @@ class Claim:
     it. records: folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in
     the paper. keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its
     number. relative_to: where it has their unit. fitted: the setting that was chosen so that it comes out. changed: how
-    the test was changed when its number was known.
+    the test was changed when its number was known. written: `AFTER`, or None.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Claim:
     relative_to: str | None = None
     fitted: str | None = None
     changed: str | None = None
+    written: str | None = None
 
     @property
     def seeds(self) -> int:
@@ -206,6 +209,8 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
         raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")
     if texts.get("tier") not in (None, *TIERS):
         raise ValueError(f"{where}: tier={texts['tier']} must be one of {', '.join(TIERS)}")
+    if texts.get("written") not in (None, AFTER):
+        raise ValueError(f"{where}: written={texts['written']!r} must be {AFTER!r}")
     return Claim(name=name, test=test, keys=keys, **{key: " ".join(value.split()) for key, value in texts.items()})
 
 

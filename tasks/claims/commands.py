@@ -14,6 +14,13 @@ def page() -> argparse.ArgumentParser:
     return parser
 
 
+def history() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.claims.history`."""
+    parser = command_parser("claims.history")
+    parser.add_argument("--check", action="store_true", help="print nothing; fail if claims say otherwise")
+    return parser
+
+
 def todo() -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.claims.todo`."""
     parser = command_parser("claims.todo")

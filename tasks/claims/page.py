@@ -41,15 +41,16 @@ ROOT = Path(__file__).parents[2]
 CLAIMS = Path("configs/claims")
 THE_PAPER, FEW, MARGIN = "the paper", f"fewer than {FEWEST} seeds", "the claim's margin"  # of pictures
 PAGE = Path("docs/claims.md")
-MIXED = "‡"  # beside a number whose rows were trained on different processors
+WRITTEN_AFTER, MIXED = "†", "‡"  # beside a verdict and a number, see the introduction
 COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
 INTRODUCTION = f"""\
 Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
 records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are
 in `configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows;
 records that were there before this page did not change what stands for a claim. Claims were compared with the papers
-once more when some rows had been run; `git log configs/claims` has what that changed, and
-[the last section](#tests-that-were-changed-when-their-number-was-known) each test whose number was known.
+once more when some rows had been run: {WRITTEN_AFTER} beside a verdict says that the claim was written when all its
+runs had a record (`python -m tasks.claims.history`), and
+[the last section](#tests-that-were-changed-when-their-number-was-known) has each test that was changed then.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
@@ -172,7 +173,7 @@ def _changed(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
     rows = []
     for paper in papers:
         for claim in (claim for claim in paper.claims if claim.changed is not None):
-            verdict = f"**{outcomes[paper.name, claim.name].verdict}**"
+            verdict = _verdict(claim, outcomes[paper.name, claim.name])
             rows.append([paper.title, claim.where, claim.claim, str(claim.changed), verdict])
     return _escaped(("paper", "where", "claim", "what was changed, and the verdict before", "verdict now"), rows)
 
@@ -236,8 +237,12 @@ def _leading(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome
     for paper in papers:
         for claim in (claim for claim in paper.claims if claim.name in paper.central):
             found = outcomes[paper.name, claim.name]
-            rows.append([paper.title, claim.where, claim.claim, claim.paper, found.ours, f"**{found.verdict}**"])
+            rows.append([paper.title, claim.where, claim.claim, claim.paper, found.ours, _verdict(claim, found)])
     return _escaped(("paper", "where", "claim", "the paper's number", "ours", "verdict"), rows)
+
+
+def _verdict(claim: Claim, found: Outcome) -> str:
+    return f"**{found.verdict}**" + (f" {WRITTEN_AFTER}" if claim.written is not None else "")
 
 
 def _escaped(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
@@ -249,7 +254,7 @@ def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], ways: Sequ
     for claim in paper.claims:
         found, place = outcomes[paper.name, claim.name], places.get(claim.name)
         how = "-" if place is None else f"[{place}](#{_anchor(paper, place)})"
-        told = (found.ours, found.could_tell, claim.tier or "-", f"**{found.verdict}**", how)
+        told = (found.ours, found.could_tell, claim.tier or "-", _verdict(claim, found), how)
         rows.append((claim.where, claim.claim, claim.paper, *told))
     return _escaped(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict", "how"), rows)
 

@@ -1,0 +1,112 @@
+"""Which claims were written after their rows were run: python -m tasks.claims.history [--check]
+
+The history of the repository has when a claim first stood in configs/claims, and when each record was first committed.
+A claim whose rows were all recorded by then, with all the seeds that it asks for, was written with its number known.
+Claims of configs/claims say so in `written: after its rows`, and docs/claims.md marks them. Prints their names; --check
+fails if other claims say so than the history has. Claims that read no rows of a comparison have no such mark: what is
+counted or timed comes out alike whenever it is written down.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tasks.claims import commands
+from tasks.claims.claim import AFTER, Paper, read_papers
+from tasks.claims.page import CLAIMS, ROOT
+from tasks.common.command import run_command
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
+
+
+def git(root: Path, *arguments: str) -> str:
+    """What a git command prints.
+
+    Raises:
+        ValueError: if it fails, as without a repository.
+    """
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"git {arguments[0]} in {root}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def first_written(root: Path) -> dict[tuple[str, str], int]:
+    """By paper and claim, the place in the history at which it first stood in configs/claims."""
+    order = places(root)
+    found: dict[tuple[str, str], int] = {}
+    for commit in git(root, "log", "--reverse", "--format=%H", "--", str(CLAIMS)).split():
+        for file in git(root, "ls-tree", "--name-only", commit, f"{CLAIMS}/").split():
+            content = yaml.load(git(root, "show", f"{commit}:{file}"), LOADER)
+            for name in content["claims"]:
+                found.setdefault((Path(file).stem, name), order[commit])
+    return found
+
+
+def first_recorded(root: Path) -> dict[str, int]:
+    """By path of a JSON file, the place in the history at which it was first there."""
+    order = places(root)
+    found: dict[str, int] = {}
+    commit = ""
+    log = git(
+        root, "log", "--reverse", "--diff-filter=A", "--no-renames", "--name-only", "--format=@%H", "--", "*.json"
+    )
+    for line in log.splitlines():
+        if line.startswith("@"):
+            commit = line[1:]
+        elif line:
+            found.setdefault(line, order[commit])
+    return found
+
+
+def places(root: Path) -> dict[str, int]:
+    """Place of each commit in the history, the first one 0.
+
+    Raises:
+        ValueError: if the clone is shallow.
+    """
+    if git(root, "rev-parse", "--is-shallow-repository").strip() == "true":
+        raise ValueError(f"{root} is a shallow clone; git fetch --unshallow gets its history")
+    return {commit: place for place, commit in enumerate(git(root, "rev-list", "--reverse", "HEAD").split())}
+
+
+def written_after(papers: list[Paper], root: Path) -> list[tuple[str, str]]:
+    """Paper and claim of all claims that first stood there when all their runs had a record."""
+    written, recorded = first_written(root), first_recorded(root)
+    found = []
+    for paper in papers:
+        for claim in paper.claims:
+            runs = [str(run.relative_to(root)) for run in claim.runs(root).values()]
+            known = [recorded[run] for run in runs if run in recorded]
+            place = written.get((paper.name, claim.name))
+            if runs and len(known) == len(runs) and place is not None and place > max(known):
+                found.append((paper.name, claim.name))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = commands.history()
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        papers = read_papers(ROOT / CLAIMS)
+        found = written_after(papers, ROOT)
+        if not arguments.check:
+            print("\n".join(f"{paper} {name}" for paper, name in found))
+            return
+        said = {(paper.name, claim.name) for paper in papers for claim in paper.claims if claim.written is not None}
+        if wrong := sorted(said ^ set(found)):
+            paper, name = wrong[0]
+            least = "should not say" if wrong[0] in said else "does not say"
+            raise ValueError(f"{CLAIMS}/{paper}.yaml, {name} {least} written: {AFTER} ({len(wrong)} such claims)")
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
