@@ -147,7 +147,7 @@ def linked_records(page: Path, section: str) -> list[Path]:
 
     What tests/tasks/video/test_evidence.py compares with its records is one too.
     """
-    links = (page.parent / link for link in re.findall(r"\]\(([^)#]+)\)", section))
+    links = (page.parent / link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", section))
     return [link.resolve() for link in links if link.name in ("RESULTS.md", "table.md", "MOTION.md") and link.is_file()]
 
 

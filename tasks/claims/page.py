@@ -83,8 +83,9 @@ records."""
 
 BUDGET = """\
 Runs that claims ask for, each counted once, and the hours of one core that training and testing took. The hours are of
-all records that claims read, also of more seeds than they ask for. They are without what comes before, as UPop's search
-or a teacher, and without counted numbers, times and analyses."""
+all records that claims read, also of more seeds than they ask for, and so are the hours allowed. What comes before a
+row (UPop's search, pretraining, teachers, predictors) is in no record, and numbers that are counted, timed or analysed
+have no hours."""
 CHANGED = """\
 ## Tests that were changed when their number was known
 
