@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from hf_sparseprior.analysis import pictures
@@ -325,9 +326,10 @@ def _labels(claims: Sequence[Claim]) -> list[str]:
     """Where the paper says it, what is compared, and the folder of records; the metric where that is not unique."""
     labels = []
     for claim in claims:
-        test, compared = claim.test, claim.name
+        test, compared = claim.test, claim.name.partition("-")[2] or claim.name
         if isinstance(test, HigherThan):
-            compared = f"{test.higher} > {test.lower}" + (f" - {test.margin:g}" if test.margin else "")
+            higher, lower = (f"rate {row}" if row[0].isdigit() else row for row in (test.higher, test.lower))
+            compared = f"{higher} > {lower}" + (f" - {test.margin:g}" if test.margin else "")
         labels.append(f"{claim.where}: {compared} ({Path(claim.records or '').name})")
     often = Counter(labels)
     for place, claim in enumerate(claims):
@@ -397,6 +399,7 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
         axis.set_yticks(range(len(shown)), [names[claim.name] for claim, _ in shown], fontsize=7)
         axis.set_ylim(len(shown) - 0.5, -0.5)
         axis.set_title(task, fontsize=8, loc="left")
+        _widen(axis, [abs(found.mean or 0.0) + (found.half_width or 0.0) for _, found in shown])
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
     axes[-1, 0].set_xlabel("percentage points; the claim says above 0, or above its margin", fontsize=9)
@@ -404,6 +407,15 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
     legend = {label: marks[label] for label in (THE_PAPER, *VERDICTS, FEW, MARGIN) if label in marks}
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return pictures.save(figure, path, {"Description": picture_numbers(paper, outcomes)})
+
+
+def _widen(axis: Any, reached: Sequence[float]) -> None:
+    """Make the scale logarithmic beyond 2 points where few rows reach far, so that the others can be seen."""
+    if max(reached) > 10 and np.quantile(reached, 0.8) < max(reached) / 3:
+        axis.set_xscale("symlog", linthresh=2, linscale=1.5)
+        ticks = [tick for tick in (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20) if abs(tick) <= 1.2 * max(reached)]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xlabel("logarithmic beyond 2 points", fontsize=7)
 
 
 # ---- command --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 first: [cifar10_pretrain_tiny.yaml]    optional: runs that rows start from, done before them, in this order
 base: cifar10_small.yaml#dense         configuration that every run shares
 seeds: [0, 1, 2]
+reference: dense                       optional: the row that the others are compared with, the first one by default
 variants:                              name of a row: what it changes
   dense: {}
   fibottention: {model: {prior: fibottention}}
@@ -16,7 +17,8 @@ Runs of one seed see the same examples in the same order, augmented alike. With 
 new classifier and the same adapters, without it from the weights of one dense model, as far as it has them. Seeds take
 turns, so that an early stop leaves a fair comparison. Every finished run leaves a record. The command can be killed at
 any moment and started again; then it goes on where it stopped, and does no finished run again. It prints a table of the
-rows and one of their differences to the first row, seed by seed (tasks/common/paired.py), and draws both.
+rows and one of their differences to the first row, seed by seed (tasks/common/paired.py), and draws both. With
+`reference: {a-wide: dense-wide}` the rows that are named there are compared with rows of their own.
 
 `--jobs N` does N runs at a time, each in a process of one thread (tasks/common/queue.py), and says how long the rest
 will take. A run that fails does not stop the others. Such a command can be given twice at once, on one machine or on
@@ -101,7 +103,8 @@ class Comparison:
     """What a comparison file says.
 
     task: the task of all runs. name: the file's name. configs: by variant, without seed and output folder. seeds: those
-    of every variant. first: whole configurations of the runs before the rows, in order.
+    of every variant. first: whole configurations of the runs before the rows, in order. reference: what the rows are
+    compared with; by row, where they differ.
     """
 
     task: HFTask
@@ -109,6 +112,19 @@ class Comparison:
     configs: dict[str, Config]
     seeds: list[int]
     first: list[Config] = field(default_factory=list)
+    reference: str | Mapping[str, str] | None = None
+
+    @property
+    def main_reference(self) -> str:
+        """The row that others are compared with, if they have none of their own."""
+        return self.reference if isinstance(self.reference, str) else next(iter(self.configs))
+
+    @property
+    def references(self) -> dict[str, str] | None:
+        """Of each row the one that it is compared with; None if it is one for all."""
+        if self.reference is None or isinstance(self.reference, str):
+            return None
+        return {row: self.reference.get(row, self.main_reference) for row in self.configs}
 
     @property
     def metric(self) -> str:
@@ -143,13 +159,33 @@ def load_comparison(task: HFTask, path: str | Path, overrides: Sequence[str] = (
     path = Path(path)
     shared = read_layers(path, task.sections, COMPARISON)
     check_present(shared, ("seeds", "variants"), f"{path} is no comparison")
-    first, seeds, variants = (shared.pop(key, None) for key in COMPARISON)
+    first, seeds, variants, reference = (shared.pop(key, None) for key in COMPARISON)
     check_seeds(seeds, str(path))
     # Its bases may have both: they are runs of their own.
     refuse_owned([f"trainer.{key}" for key in read_cell(path).get("trainer", ())], OWNED, str(path))
     refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
     configs = variant_configs(task, variants, shared, overrides, OWNED, str(path), own_bases=True)
-    return Comparison(task, config_name(path), configs, seeds, first_configs(task, first, overrides, path))
+    check_reference(reference, list(configs), str(path))
+    firsts = first_configs(task, first, overrides, path)
+    return Comparison(task, config_name(path), configs, seeds, firsts, reference)
+
+
+def check_reference(reference: Any, rows: Sequence[str], path: str) -> None:
+    """Refuse what is no row of a comparison, and no map of rows to others.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if reference is None:
+        return
+    pairs = reference if isinstance(reference, Mapping) else {"": reference}
+    if not pairs or not all(isinstance(row, str) for row in (*pairs, *pairs.values())):
+        raise ValueError(
+            f"{path}: reference={reference!r} must be a row, or a map of rows to the rows they are compared with"
+        )
+    check_known([row for row in (*pairs, *pairs.values()) if row], list(rows), f"{path}: reference")
+    if same := [row for row, other in pairs.items() if row == other]:
+        raise ValueError(f"{path}: reference: {same[0]!r} is compared with itself")
 
 
 def first_configs(task: HFTask, names: Any, overrides: Sequence[str], path: Path) -> list[Config]:
@@ -601,8 +637,8 @@ def do_comparison(
         except RunsFailed as error:
             failed = error
         if PartialState().is_main_process and (found := all_records(comparison, records)):
-            first = next(iter(comparison.configs))
-            write_comparison(found, records, first, comparison.metric, comparison.task.also)
+            given = (comparison.metric, comparison.task.also, comparison.references)
+            write_comparison(found, records, comparison.main_reference, *given)
             comparison.draw(out, records)
         if failed is not None:
             raise failed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,41 +119,56 @@ def spread(shares: Sequence[float]) -> str:
 
 
 def draw_results(
-    results: dict[str, list[dict[str, Any]]], path: Path, first: str | None = None, metric: str = ACCURACY
+    results: dict[str, list[dict[str, Any]]],
+    path: Path,
+    first: str | None = None,
+    metric: str = ACCURACY,
+    references: Mapping[str, str] | None = None,
 ) -> Path:
     """The metric of every seed and its mean for each variant; next to it the differences to the variant `first`.
 
-    Differences have their 95 % interval, and stand out where they are told (`paired.RULE`).
+    Differences have their 95 % interval, and stand out where they are told (`paired.RULE`). With fewer seeds than the
+    rule asks for there is no interval. references: of rows that are compared with another one.
     """
     plt = pictures.pyplot()
-    found = differences(results, first, metric) if first is not None else {}
+    found = differences(results, references or first, metric) if first is not None else {}
     size = (6.4 + 4.2 * bool(found), 1.2 + 0.4 * len(results))
     figure, axes = plt.subplots(1, 1 + bool(found), figsize=size, sharey=True, squeeze=False, layout="constrained")
     axis = axes[0, 0]
     for row, runs in enumerate(results.values()):
         accuracy = [100 * record["metrics"][metric] for record in runs]
         axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
-        axis.plot([np.mean(accuracy)], [row], "|", color=pictures.ACCENT, markersize=22, markeredgewidth=2.5)
+        if len(accuracy) > 1:
+            axis.plot([np.mean(accuracy)], [row], "|", color=pictures.INK, markersize=22, markeredgewidth=2.5)
     axis.set_yticks(range(len(results)), list(results))
     axis.set_ylim(len(results) - 0.5, -0.5)
     axis.set_xlabel(f"{label(metric)}, %\n(dots: seeds, bar: mean)")
     if found:
-        _draw_differences(axes[0, 1], list(results), found, f"minus {first}, points\n(dots: seeds; 95 % interval)")
+        _draw_differences(axes[0, 1], list(results), found, str(first))
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
     return pictures.save(figure, path)
 
 
-def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Difference], label: str) -> None:
+def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Difference], first: str) -> None:
     axis.axvline(0, color=pictures.INK, linewidth=0.8)
+    told = []
     for name, difference in found.items():
-        row, colour = rows.index(name), pictures.ACCENT if difference.told else pictures.INK
+        row = rows.index(name)
         values = [100 * value for value in difference.by_seed.values()]
         axis.plot(values, [row] * len(values), "o", color=pictures.INK, alpha=0.4, markersize=4)
-        width = 100 * (difference.half_width or 0.0)
-        axis.errorbar([100 * difference.mean], [row], xerr=[width], fmt="|", color=colour, markersize=16, capsize=3)
-    axis.set_xlabel(label)
+        if difference.told is not None:
+            told.append(difference.told)
+            style = {"color": pictures.ACCENT if difference.told else pictures.INK, "markersize": 16, "capsize": 3}
+            width = 100 * (difference.half_width or 0.0)
+            axis.errorbar([100 * difference.mean], [row], xerr=[width], fmt="|", **style)
+        if difference.minus != first:
+            place = {"xy": (1.02, row), "xycoords": axis.get_yaxis_transform(), "va": "center", "fontsize": 8}
+            axis.annotate(f"minus {difference.minus}", annotation_clip=False, **place)
+    named = [name for name, one in (("red: told", True), ("dark: not told", False)) if one in told]
+    colours = f"; 95 % interval, {', '.join(named)}" if named else ""
+    axis.set_xlabel(f"minus {first}, points\n(dots: seeds{colours})")
 
 
 def write_comparison(
@@ -162,6 +177,7 @@ def write_comparison(
     first: str,
     metric: str = ACCURACY,
     also: Sequence[str] = (),
+    references: Mapping[str, str] | None = None,
 ) -> None:
     """Write tables, summaries and pictures of the records into their folder, and print the tables.
 
@@ -169,11 +185,12 @@ def write_comparison(
         results: records by row. folder: gets table.md, summary.json, differences.json and results.png, and the last two
             once more for each metric of `also`, as differences_NAME.json and results_NAME.png.
         first: the row that the others are compared with. metric: the task's. also: other metrics that it judges, those
-            that every record has.
+            that every record has. references: the row that each row is compared with, if it is not the first for all.
     """
+    minus = references or first
     also = [name for name in also if all(name in record["metrics"] for runs in results.values() for record in runs)]
-    lines, found = table(results, metric, also), differences(results, first, metric)
-    others = {name: differences(results, first, name) for name in also}
+    lines, found = table(results, metric, also), differences(results, minus, metric)
+    others = {name: differences(results, minus, name) for name in also}
     if found:
         lines += "\n\n" + (f"{label(metric)}:\n\n" if also else "") + difference_table(found, first)
     for name, other in others.items():
@@ -184,10 +201,10 @@ def write_comparison(
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         if found:
             write_results(folder / "differences.json", difference_summary(found, first))
-        picture = draw_results(results, folder / "results.png", first, metric)
+        picture = draw_results(results, folder / "results.png", first, metric, references)
         for name, other in others.items():
             last = name.rpartition("/")[2]
             if other:
                 write_results(folder / f"differences_{last}.json", difference_summary(other, first))
-            draw_results(results, folder / f"results_{last}.png", first, name)
+            draw_results(results, folder / f"results_{last}.png", first, name, references)
     print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {folder}/table.md")

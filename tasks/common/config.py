@@ -36,7 +36,8 @@ from hf_sparseprior.command import USER_ERRORS, report_error
 from tasks.common import commands
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values
-COMPARISON = ("first", "seeds", "variants")  # keys of a comparison in addition to those of the run that its rows change
+# Keys of a comparison in addition to those of the run that its rows change.
+COMPARISON = ("first", "seeds", "variants", "reference")
 FINAL = "final"  # data.stage of runs that train on the validation examples, too
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 

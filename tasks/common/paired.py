@@ -42,11 +42,12 @@ class Difference:
 
     by_seed: of the seeds that both rows have.
     image_errors: standard error of a seed's difference over the test images or episodes, where both runs recorded
-    what they did in each of them.
+    what they did in each of them. minus: the row that was taken from it.
     """
 
     by_seed: Mapping[int, float]
     image_errors: Mapping[int, float]
+    minus: str = ""
 
     @property
     def mean(self) -> float:
@@ -75,26 +76,28 @@ class Difference:
 
 
 def differences(
-    results: Mapping[str, Sequence[Mapping[str, Any]]], first: str, metric: str = ACCURACY
+    results: Mapping[str, Sequence[Mapping[str, Any]]], first: str | Mapping[str, str], metric: str = ACCURACY
 ) -> dict[str, Difference]:
-    """Each row's difference to the first one. Rows that share no seed with it are left out.
+    """Each row's difference to the first one, or to its own reference. Rows that share no seed with it are left out.
 
     Args:
         results: records by row, one a seed.
-        first: name of the row that the others are compared with.
+        first: name of the row that the others are compared with, or for each row the name of its reference.
         metric: what is compared, a share of the test images or the mean of their rewards; where it is the mean of what
             a record has of each image (`image_scores`), the error over them is known.
     """
     runs = {name: {record["seed"]: record for record in records} for name, records in results.items()}
     found = {}
     for name, own in runs.items():
-        pairs = {seed: (own[seed], runs[first][seed]) for seed in own if seed in runs.get(first, {})}
-        if name == first or not pairs:
+        minus = first if isinstance(first, str) else first[name]
+        pairs = {seed: (own[seed], runs[minus][seed]) for seed in own if seed in runs.get(minus, {})}
+        if name == minus or not pairs:
             continue
         errors = {seed: image_error(*pair, metric) for seed, pair in pairs.items()}
         found[name] = Difference(
             {seed: one["metrics"][metric] - other["metrics"][metric] for seed, (one, other) in pairs.items()},
             {seed: error for seed, error in errors.items() if error is not None},
+            minus,
         )
     return found
 
@@ -159,7 +162,10 @@ def verdict(difference: Difference) -> str:
 
 
 def difference_table(found: Mapping[str, Difference], first: str) -> str:
-    """The differences as a Markdown table, in percentage points, and the rule below it."""
+    """The differences as a Markdown table, in percentage points, and the rule below it.
+
+    A row whose reference is not `first` says so.
+    """
     columns = (
         *("row", f"minus {first}, points, by seed", "mean ± standard error", "95 % interval"),
         *("could tell", "standard error of one seed, by its test images", "verdict"),
@@ -170,7 +176,7 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
         errors = list(difference.image_errors.values())
         rows.append(
             [
-                name,
+                name if difference.minus in ("", first) else f"{name} (minus {difference.minus})",
                 ", ".join(f"{100 * value:+.2f}" for value in difference.by_seed.values()),
                 plus_minus(mean, None if difference.error is None else 100 * difference.error, "+"),
                 "-" if half is None else f"{mean - 100 * half:+.2f} to {mean + 100 * half:+.2f}",
@@ -193,6 +199,7 @@ def difference_summary(found: Mapping[str, Difference], first: str) -> dict[str,
             "half_width": difference.half_width,
             "told": difference.told,
         }
+        | ({} if difference.minus in ("", first) else {"minus": difference.minus})
         for name, difference in found.items()
     }
     return {"first": first, "rule": RULE, "rows": rows}

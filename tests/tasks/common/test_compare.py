@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import signal
 from pathlib import Path
 
@@ -560,6 +561,34 @@ def test_a_bad_variant_is_named_before_anything_runs(tmp_path, variants, message
     with pytest.raises(ValueError) as error:
         load_comparison(write(tmp_path, variants))
     assert message in str(error.value) and "variant 'a'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("c", "reference has no key 'c'; known: a, b"),
+        ({"c": "a"}, "reference has no key 'c'; known: a, b"),
+        ({"a": "c"}, "reference has no key 'c'; known: a, b"),
+        ({"a": "a"}, "reference: 'a' is compared with itself"),
+        (["a"], "reference=['a'] must be a row, or a map of rows"),
+        ({}, "reference={} must be a row, or a map of rows"),
+        ({"a": 1}, "reference={'a': 1} must be a row, or a map of rows"),
+    ],
+)
+def test_a_bad_reference_is_named_before_anything_runs(tmp_path, reference, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_comparison(write(tmp_path, {"a": {}, "b": {}}, reference=reference))
+
+
+def test_rows_have_the_reference_that_the_file_names(tmp_path):
+    variants = {"a": {}, "b": {}, "c": {}}
+    plain = load_comparison(write(tmp_path, variants))
+    assert (plain.main_reference, plain.references) == ("a", None)
+    named = load_comparison(write(tmp_path, variants, reference="b"))
+    assert (named.main_reference, named.references) == ("b", None)
+    own = load_comparison(write(tmp_path, variants, reference={"c": "b"}))
+    assert (own.main_reference, own.references) == ("a", {"a": "a", "b": "a", "c": "b"})
+    assert own.configs == plain.configs == named.configs  # so that records go on to count
 
 
 def test_a_missing_file_of_variants_is_named(tmp_path):

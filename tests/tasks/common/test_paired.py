@@ -137,6 +137,21 @@ def test_a_comparison_is_written_with_its_differences_and_their_picture(tmp_path
     assert (tmp_path / "results.png").stat().st_size > alone
 
 
+def test_rows_are_compared_with_their_own_references(tmp_path):
+    results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621], wide=[0.7, 0.7, 0.7], other=[0.71, 0.72, 0.705])
+    references = {"a": "a", "b": "a", "wide": "a", "other": "wide"}
+    write_comparison(results, tmp_path, "a", references=references)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert any(line.startswith("| other (minus wide) | +1.00, +2.00, +0.50 |") for line in lines)
+    assert any(line.startswith("| b | +10.00, +10.00, +10.10 |") for line in lines)
+    stored = json.loads((tmp_path / "differences.json").read_text())["rows"]
+    assert stored["other"]["minus"] == "wide" and "minus" not in stored["b"] and set(stored) == {"b", "wide", "other"}
+    assert stored["other"]["mean"] == pytest.approx(0.035 / 3)
+    del results["wide"]
+    write_comparison(results, tmp_path, "a", references=references)  # its reference is not run yet
+    assert "other" not in json.loads((tmp_path / "differences.json").read_text())["rows"]
+
+
 def test_another_metric_is_compared_alike(tmp_path):
     results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621])
     write_comparison(results, tmp_path / "accuracy", "a")
