@@ -69,7 +69,7 @@ def content(path, kind):
     if kind == "sweep":
         sweep = tasks.classification.vtab.plan.load_sweep(path)
         return [sweep.title, list(sweep.configs.items()), sweep.points, sweep.selection_seeds, sweep.seeds]
-    layers = read_layers(path, SECTIONS, ("seeds", "variants"))
+    layers = read_layers(path, SECTIONS, ("seeds", "variants", "reference"))
     return {section: layers[section] for section in SECTIONS}
 
 

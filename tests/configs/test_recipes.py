@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from tasks.classification.config import SECTIONS, load_config
-from tasks.common.config import read_layers
+from tasks.common.config import COMPARISON, read_layers
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.model import build_model
 from tests.configs import shipped
@@ -76,7 +76,7 @@ def is_small(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [*TABLES, *STARTS])
 def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(name):
-    cell = read_layers(shipped.path(name), SECTIONS, ("first", "seeds", "variants"))
+    cell = read_layers(shipped.path(name), SECTIONS, COMPARISON)
     changed = cell.get("variants") or {}
     mark = "-" if "#" in name else "#"
     own = [read_layers(shipped.path(f"{name}{mark}{row}"), SECTIONS) for row in changed if "base" in changed[row]]
