@@ -16,7 +16,9 @@ import hf_sparseprior as sp
 from tasks.common.paired import Difference, differences
 
 ROOT = Path(__file__).parents[1]
-TABLE = "\n".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| "))
+TABLE = "\n".join(
+    line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+)
 BENCHMARK = ROOT / "tasks" / "benchmark" / "results"
 CLASSIFICATION = ROOT / "tasks" / "classification" / "results"
 
@@ -145,7 +147,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         r"a ViT-S ([\d.]+) times at 1024 pixels",
         lambda: [f"{1 / paired_rounds('fibottention')['vit_small', 1024]:.1f}"],
     ),
-    "OpenVINO": (r"\(OpenVINO: ([\d.]+)\)", lambda: [f"{against_openvino(1024):.1f}"]),
+    "OpenVINO": (r"\(([\d.]+) times OpenVINO, one round\)", lambda: [f"{against_openvino(1024):.1f}"]),
     "from scratch": (
         r"From scratch ([\d.]+) points below dense \(not told\), with larger batches ([\d.]+)",
         lambda: [points("fib_table2_paired", "fibottention", told=False), points("fib_batch", "fibottention")],
@@ -182,6 +184,10 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     ),
     "violin's memory": (r"; (\d+) % more memory", lambda: [f"{violin_memory():.0f}"]),
 }
+# Sizes, rates and what has a test of its own.
+SETTINGS = (
+    *("at 224 hardly", "with 1,000 images of 32 pixels", "within 0.00001 of 1", "below 9 KB", "at 196 patches"),
+)
 EPYC = ("batch1", "vit_base_violin", "vit_tiny_violin")
 
 
@@ -203,8 +209,10 @@ def test_every_number_of_the_first_table_is_one_of_these():
     for pattern, _ in HEADLINES.values():
         rest = re.sub(pattern, lambda match: re.sub(r"[\d.]*\d", "", match.group()), rest)
     rest = re.sub(r"\]\([^)]*\)", "", rest)
-    settings = {"1", "224", "1,000", "32", "0.00001", "9", "196"}
-    assert {*re.findall(r"\d[\d.,]*\d|\d", rest)} - settings == set()
+    for setting in SETTINGS:
+        assert setting in rest
+        rest = rest.replace(setting, "")
+    assert re.findall(r"\d[\d.,]*\d|\d", rest) == []
 
 
 def test_the_adapter_of_a_vit_b_is_as_small_as_the_first_table_says(tmp_path):
@@ -213,4 +221,5 @@ def test_the_adapter_of_a_vit_b_is_as_small_as_the_first_table_says(tmp_path):
     model = peft.get_peft_model(base, sp.ViolinAdapterConfig())
     model.save_pretrained(tmp_path)
     size = (tmp_path / "adapter_model.safetensors").stat().st_size
-    assert "an adapter below 9 KB (ViT-B)" in TABLE and 12 * 12 * 9 * 4 < size < 9000
+    scalars = 12 * 12 * 9  # layers, heads, and eight curves and a temperature
+    assert "an adapter below 9 KB (ViT-B)" in TABLE and 4 * scalars < size < 9000

@@ -15,13 +15,13 @@
         records: tasks/classification/results/fib_table2_paired
         metric: test_accuracy             the default
         reduced: what is smaller than in the paper
-        fitted: the setting that was chosen so that numbers like this one come out
         changed: how the test was changed when its number was known, and what the verdict had been
         written: after its rows           if all its runs had a record when it was written (tasks/claims/history.py)
 
 A `test` is one of the classes of tasks/claims/kinds.py by its name there, or `untried: why`. A claim that is untried
 has no config, task, records, metric, tier or reduced. One that reads a number (`value`, `bound`) may have a config,
-which is then what wrote the record, as a command's words.
+which is then what wrote the record, as a command's words, and `fitted`, the setting that was chosen so that such
+numbers come out.
 
 Rows need not be those of a comparison. With `keys` they are numbers of a file, `records`, which the command of
 `config` wrote; there is no task then. Keys of a row are one for each seed, in the same order in all rows:
@@ -31,12 +31,13 @@ Rows need not be those of a comparison. With `keys` they are numbers of a file, 
         keys: {fibottention: [models/0/last_layer/diversity/median], dense: [models/1/last_layer/diversity/median]}
 
 With `relative_to`, a key of that file, all of them are divided by the number there. If `records` and `config` have
-{seed}, there is a file and a command for each seed that the tier asks for, and each row has one key. Without a tier the
-numbers are counted, as FLOPs, and have no seeds:
+{seed}, there is a file and a command for each seed that the tier asks for, and each row has one key:
 
         config: tasks.analysis.diversity outputs/.../seed{seed} ... --out tasks/analysis/results/diversity/seed{seed}
         records: tasks/analysis/results/diversity/seed{seed}/diversity.json
         keys: {fibottention: [models/fibottention/last_layer/diversity/median], dense: [...]}
+
+Rows with keys and without a tier are counted, as FLOPs, and have no seeds; only their order can be tested.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tasks.claims.kinds import KINDS, Kind, Untried
+from tasks.claims.kinds import KINDS, Kind, Ranked, Untried
 from tasks.common.config import read_yaml
 from tasks.common.paired import ACCURACY
 
@@ -204,6 +205,8 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
         raise ValueError(f"{where}: {SEED} must be in config and records, of rows with one key each")
     if keys is not None and "tier" not in entry and any(len(own) != 1 for own in keys.values()):
         raise ValueError(f"{where}: without a tier each row must have one key")
+    if keys is not None and "tier" not in entry and not isinstance(test, Ranked):
+        raise ValueError(f"{where}: {test.name} is told over seeds, so that it needs a tier")
     texts = {key: value for key, value in entry.items() if key not in ("test", "keys")}
     if wrong := [key for key, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")
@@ -211,6 +214,8 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
         raise ValueError(f"{where}: tier={texts['tier']} must be one of {', '.join(TIERS)}")
     if texts.get("written") not in (None, AFTER):
         raise ValueError(f"{where}: written={texts['written']!r} must be {AFTER!r}")
+    if "written" in texts and (not test.rows or keys is not None):
+        raise ValueError(f"{where}: {test.name} reads no runs, which written is about")
     return Claim(name=name, test=test, keys=keys, **{key: " ".join(value.split()) for key, value in texts.items()})
 
 

@@ -9,6 +9,7 @@ counted or timed comes out alike whenever it is written down.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tasks.claims.claim import AFTER, Paper, read_papers
 from tasks.claims.page import CLAIMS, ROOT
 from tasks.common.command import run_command
 
+LAST = sys.maxsize
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
 
 
@@ -29,7 +31,10 @@ def git(root: Path, *arguments: str) -> str:
     Raises:
         ValueError: if it fails, as without a repository.
     """
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    # Variables of a git command that this runs under, such as a hook's, would name another repository.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"LC_ALL": "C"}
+    command = ["git", "-C", str(root), "-c", "core.quotePath=false", "-c", "log.showRoot=true", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise ValueError(f"git {arguments[0]} in {root}: {' '.join(done.stderr.split())}")
     return done.stdout
@@ -40,11 +45,20 @@ def first_written(root: Path) -> dict[tuple[str, str], int]:
     order = places(root)
     found: dict[tuple[str, str], int] = {}
     for commit in git(root, "log", "--reverse", "--format=%H", "--", str(CLAIMS)).split():
-        for file in git(root, "ls-tree", "--name-only", commit, f"{CLAIMS}/").split():
-            content = yaml.load(git(root, "show", f"{commit}:{file}"), LOADER)
-            for name in content["claims"]:
+        for file in git(root, "ls-tree", "--name-only", commit, f"{CLAIMS}/").splitlines():
+            for name in _claims_of(git(root, "show", f"{commit}:{file}")) if file.endswith(".yaml") else ():
                 found.setdefault((Path(file).stem, name), order[commit])
     return found
+
+
+def _claims_of(text: str) -> list[str]:
+    """Names in a file of claims as it once was; none if it was not one."""
+    try:
+        content = yaml.load(text, LOADER)
+    except yaml.YAMLError:
+        return []
+    claims = content.get("claims") if isinstance(content, dict) else None
+    return list(claims) if isinstance(claims, dict) else []
 
 
 def first_recorded(root: Path) -> dict[str, int]:
@@ -75,15 +89,17 @@ def places(root: Path) -> dict[str, int]:
 
 
 def written_after(papers: list[Paper], root: Path) -> list[tuple[str, str]]:
-    """Paper and claim of all claims that first stood there when all their runs had a record."""
+    """Paper and claim of all claims that first stood there when all their runs had a record.
+
+    One that is in no commit yet is written last.
+    """
     written, recorded = first_written(root), first_recorded(root)
     found = []
     for paper in papers:
         for claim in paper.claims:
             runs = [str(run.relative_to(root)) for run in claim.runs(root).values()]
             known = [recorded[run] for run in runs if run in recorded]
-            place = written.get((paper.name, claim.name))
-            if runs and len(known) == len(runs) and place is not None and place > max(known):
+            if runs and len(known) == len(runs) and written.get((paper.name, claim.name), LAST) > max(known):
                 found.append((paper.name, claim.name))
     return found
 

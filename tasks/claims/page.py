@@ -29,6 +29,8 @@ from tasks.claims.kinds import (
     VERDICTS,
     HigherThan,
     Outcome,
+    Pairs,
+    Ranked,
     Records,
     Untried,
     number_in,
@@ -61,13 +63,14 @@ runs had a record (`python -m tasks.claims.history`), and
 Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
 difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
 is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds it is "{AT_LEAST}" what the
-test images or episodes alone would let be told, to which seeds add; "-" if not even these are recorded. Where rows of
-two kinds share all other settings, the rule is applied to the pairs of them in place of seeds. Rank correlations are
-Spearman's, tested by permutation to one side at 5 %; they could tell the smallest one that passes, and an order does
-not hold if the opposite order is told (p near 1). Pairs and rank correlations of trained models need {FEWEST} seeds of
-each row, too. A claim about several differences holds if each is told, and does not if one is told the other way. If no
-row differed, each difference would be told the other way with a chance of one in 40, and one of 19 of them with up to
-38 %. "5. of 9" is the fifth of nine rows by the mean.
+test images or episodes alone would let be told, to which seeds add; "-" if not even these are recorded, and of pairs
+and orders, which so few seeds cannot tell. Where rows of two kinds share all other settings, the rule is applied to the
+pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at 5 %; they could
+tell the smallest one that passes, and an order does not hold if the opposite order is told (p near 1). Pairs and rank
+correlations of trained models need {FEWEST} seeds of each row, too; with fewer, their interval and p are of those seeds
+alone. A claim about several differences holds if each is told, and does not if one is told the other way. If no row
+differed, each difference would be told the other way with a chance of one in 40, and one of 19 of them with up to 38 %.
+"5. of 9" is the fifth of nine rows by the mean.
 
 Runs that share one pretrained model, as Sparsifiner's, differ only in what comes after it, so that their intervals and
 "could tell" are of that model. {MIXED}: rows of a seed were trained on different processors, which round differently;
@@ -136,8 +139,9 @@ def outcome(claim: Claim, root: Path) -> Outcome:
         return found
     if claim.tier is None:
         return replace(found, ours=found.ours.replace(f"{count_of_seeds(1)})", "counted)"))
-    if found.verdict in (HOLDS, FAILS) and min(map(len, records.values())) < FEWEST:
-        found = replace(found, verdict=OPEN, half_width=None)
+    # Other kinds have the rule for seeds in them.
+    if isinstance(claim.test, (Pairs, Ranked)) and min(map(len, records.values())) < FEWEST:
+        found = replace(found, verdict=OPEN, half_width=None, could_tell="-")
     return replace(found, ours=f"{found.ours} {MIXED}") if has_mixed_processors(records) else found
 
 
@@ -399,10 +403,11 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
         axis.set_yticks(range(len(shown)), [names[claim.name] for claim, _ in shown], fontsize=7)
         axis.set_ylim(len(shown) - 0.5, -0.5)
         axis.set_title(task, fontsize=8, loc="left")
-        _widen(axis, [abs(found.mean or 0.0) + (found.half_width or 0.0) for _, found in shown])
+        _widen(axis, [max(abs(each or 0.0) for each in (found.mean, found.paper)) for _, found in shown])
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", alpha=0.25)
-    axes[-1, 0].set_xlabel("percentage points; the claim says above 0, or above its margin", fontsize=9)
+    note = "percentage points; the claim says above 0, or above its margin"
+    axes[-1, 0].set_xlabel("\n".join(filter(None, (axes[-1, 0].get_xlabel(), note))), fontsize=9)
     figure.suptitle(paper.title, fontsize=10)
     legend = {label: marks[label] for label in (THE_PAPER, *VERDICTS, FEW, MARGIN) if label in marks}
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
@@ -410,7 +415,10 @@ def draw(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], path: Path) 
 
 
 def _widen(axis: Any, reached: Sequence[float]) -> None:
-    """Make the scale logarithmic beyond 2 points where few rows reach far, so that the others can be seen."""
+    """Make the scale logarithmic beyond 2 points where few rows reach far, so that the others can be seen.
+
+    reached: how far each row is from 0, in points.
+    """
     if max(reached) > 10 and np.quantile(reached, 0.8) < max(reached) / 3:
         axis.set_xscale("symlog", linthresh=2, linscale=1.5)
         ticks = [tick for tick in (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20) if abs(tick) <= 1.2 * max(reached)]

@@ -17,8 +17,8 @@ Runs of one seed see the same examples in the same order, augmented alike. With 
 new classifier and the same adapters, without it from the weights of one dense model, as far as it has them. Seeds take
 turns, so that an early stop leaves a fair comparison. Every finished run leaves a record. The command can be killed at
 any moment and started again; then it goes on where it stopped, and does no finished run again. It prints a table of the
-rows and one of their differences to the first row, seed by seed (tasks/common/paired.py), and draws both. With
-`reference: {a-wide: dense-wide}` the rows that are named there are compared with rows of their own.
+rows and one of their differences to the first row, or to `reference`, seed by seed (tasks/common/paired.py), and draws
+both. With `reference: {a-wide: dense-wide}` the rows that are named there are compared with rows of their own.
 
 `--jobs N` does N runs at a time, each in a process of one thread (tasks/common/queue.py), and says how long the rest
 will take. A run that fails does not stop the others. Such a command can be given twice at once, on one machine or on
@@ -178,12 +178,14 @@ def check_reference(reference: Any, rows: Sequence[str], path: str) -> None:
     """
     if reference is None:
         return
-    pairs = reference if isinstance(reference, Mapping) else {"": reference}
-    if not pairs or not all(isinstance(row, str) for row in (*pairs, *pairs.values())):
+    pairs = reference if isinstance(reference, Mapping) else {}
+    named = [*pairs, *pairs.values()] if isinstance(reference, Mapping) else [reference]
+    if not named or not all(isinstance(row, str) for row in named):
         raise ValueError(
-            f"{path}: reference={reference!r} must be a row, or a map of rows to the rows they are compared with"
+            f"{path}: reference={reference!r} must be a row, or a map of rows to the rows they are compared with; a "
+            "name that YAML would read as a number needs quotes"
         )
-    check_known([row for row in (*pairs, *pairs.values()) if row], list(rows), f"{path}: reference")
+    check_known(named, list(rows), f"{path}: reference", "row")
     if same := [row for row, other in pairs.items() if row == other]:
         raise ValueError(f"{path}: reference: {same[0]!r} is compared with itself")
 

@@ -8,12 +8,14 @@ matrix:                              products of runs; a cell is called VALUE-VA
 exclude: [digits-vit_base]           cells of the product that do not exist
 cells: {digits-vit_tiny: {trainer: {seed: 1}}}                                       what single cells also change
 variants: {dense: {}, violin: {model: {prior: violin}}}                              rows of a comparison
+reference: dense                     the row that the others are compared with, or {ROW: ITS REFERENCE}
 
 A file or one of its cells is named FILE or FILE#CELL, on the command line and in `base` alike; FILE#CELL-ROW (FILE#ROW
 without a matrix) is a row of a comparison as a run of its own. A cell is the file with what its values say, axis by
-axis, and then `cells`: files of `base` are added to those of the file, a section or `variants` is changed key by key,
-any other key is replaced. `${AXIS}` in a text is the cell's value on that axis, and `${KEY}` a text that the file or an
-earlier axis gives at the top, such as `title`. `trainer.output_dir` of a base is not inherited.
+axis, and then `cells`: files of `base` are added to those of the file, what has keys is changed key by key, any other
+value is replaced. `reference` of a base is replaced whole, and null leaves it out. `${AXIS}` in a text is the cell's
+value on that axis, and `${KEY}` a text that the file or an earlier axis gives at the top, such as `title`.
+`trainer.output_dir` of a base is not inherited.
 `python -m tasks.common.config FILE` lists the cells.
 """
 

@@ -2,7 +2,7 @@
 
 Runs of one seed are paired: they see the same examples in the same order, augmented alike, and are tested on the same
 images. From scratch they start with the same weights, as far as a dense model has them. So a row is compared with the
-first row within each seed, and what both rows owe to the seed cancels.
+first row, or its own reference, within each seed, and what both rows owe to the seed cancels.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import tasks.common.compare
 import tasks.robotics.config
 import tasks.video.compare
 import tasks.video.config
-from tasks.common.config import read_layers
+from tasks.common.config import COMPARISON, read_layers
 from tasks.common.run_folder import claim, folder_differences
 from tests.configs.changed import CHANGES, FEWER_SEEDS, changes_of
 
@@ -69,7 +69,7 @@ def content(path, kind):
     if kind == "sweep":
         sweep = tasks.classification.vtab.plan.load_sweep(path)
         return [sweep.title, list(sweep.configs.items()), sweep.points, sweep.selection_seeds, sweep.seeds]
-    layers = read_layers(path, SECTIONS, ("seeds", "variants", "reference"))
+    layers = read_layers(path, SECTIONS, COMPARISON)
     return {section: layers[section] for section in SECTIONS}
 
 

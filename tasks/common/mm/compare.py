@@ -189,6 +189,8 @@ def load_comparison(task: Task, path: str | Path, overrides: Sequence[str] = ())
     rows = list(content.get("cells", {}))
     present = [name for name, found in ((SEEDS, SEEDS in content), ("cells", rows)) if found]
     compare.check_present(dict.fromkeys(present), (SEEDS, "cells"), f"{path} is no comparison")
+    if "reference" in content:
+        raise ValueError(f"{path}: reference is of comparisons in YAML; rows of this one are compared with the first")
     seeds = compare.check_seeds(content[SEEDS], str(path))
     compare.refuse_owned([override.partition("=")[0] for override in overrides], OWNED, "the command line")
     configs = {}

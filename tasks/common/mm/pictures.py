@@ -64,6 +64,7 @@ def draw_instances(
 
 def _size_of(axis: Any, text: str) -> tuple[float, float]:
     """About how wide and high a label is, in pixels of the image that the axis shows."""
+    axis.apply_aspect()  # else an image that is narrower than its place would be measured as wide as that
     shown = axis.get_window_extent()
     pixels = abs(axis.get_xlim()[1] - axis.get_xlim()[0]) / (72 * shown.width / axis.figure.dpi)  # for each point
     return (0.6 * len(text) + 0.4) * FONT_SIZE * pixels, 1.5 * FONT_SIZE * pixels
@@ -83,6 +84,8 @@ def free_place(
         taken: places of other labels.
     """
     (width, height), (left, top, _, bottom) = size, box
+    if width > shape[1]:
+        return None
     left = max(0.0, min(left, shape[1] - width))
     for upper in (top - height, top, bottom - height, bottom):
         place = (left, upper, left + width, upper + height)

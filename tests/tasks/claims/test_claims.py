@@ -14,6 +14,7 @@ import pytest
 import yaml
 from scipy import stats
 
+from hf_sparseprior.analysis import pictures
 from tasks.claims import page, todo
 from tasks.claims.claim import TIERS, read_paper, read_papers
 from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in
@@ -615,6 +616,27 @@ def test_trained_rows_tell_nothing_with_fewer_seeds_than_the_rule_asks_for(tmp_p
     assert found.verdict == (told if seeds == 3 else OPEN)
     assert "rank correlation" in found.ours or found.mean == pytest.approx(30)
     assert (found.half_width is not None) == ("pairs" in test and seeds == 3)
+    assert (found.could_tell == "-") == (seeds < 3)
+
+
+def test_a_row_that_is_told_the_other_way_counts_though_another_has_one_seed(tmp_path) -> None:
+    content = copy.deepcopy(GOOD)
+    every = {"every": {"higher": ["a", "c", "d"], "lower": ["b", "b", "b"]}}
+    content["claims"]["table1-a"] |= {"test": every, "tier": "B"}
+    [claim] = [claim for claim in read(tmp_path, content).claims if claim.name == "table1-a"]
+    for row, share, seeds in (("a", 0.4, 5), ("b", 0.5, 5), ("c", 0.6, 1), ("d", 0.6, 1)):
+        (tmp_path / "r" / row).mkdir(parents=True)
+        for seed in range(seeds):
+            record = {"seed": seed, "metrics": {METRIC: share}}
+            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    assert page.outcome(claim, tmp_path).verdict == FAILS
+
+
+@pytest.mark.parametrize(("far", "scale"), [(-14.0, "symlog"), (-1.4, "linear")])
+def test_a_row_that_reaches_far_does_not_hide_the_others(far: float, scale: str) -> None:
+    _, axis = pictures.pyplot().subplots()
+    page._widen(axis, [0.2, 0.1, 0.3, 0.5, abs(far)])
+    assert axis.get_xscale() == scale and ("logarithmic" in axis.get_xlabel()) == (scale == "symlog")
 
 
 def test_counted_rows_have_no_seeds(tmp_path) -> None:

@@ -566,9 +566,13 @@ def test_a_bad_variant_is_named_before_anything_runs(tmp_path, variants, message
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("c", "reference has no key 'c'; known: a, b"),
-        ({"c": "a"}, "reference has no key 'c'; known: a, b"),
-        ({"a": "c"}, "reference has no key 'c'; known: a, b"),
+        ("c", "reference has no row 'c'; known: a, b"),
+        ("", "reference has no row ''; known: a, b"),
+        ({"c": "a"}, "reference has no row 'c'; known: a, b"),
+        ({"a": "c"}, "reference has no row 'c'; known: a, b"),
+        ({"a": ""}, "reference has no row ''; known: a, b"),
+        ({"": "a"}, "reference has no row ''; known: a, b"),
+        (1.0, "reference=1.0 must be a row, or a map of rows to the rows they are compared with; a name that YAML"),
         ({"a": "a"}, "reference: 'a' is compared with itself"),
         (["a"], "reference=['a'] must be a row, or a map of rows"),
         ({}, "reference={} must be a row, or a map of rows"),

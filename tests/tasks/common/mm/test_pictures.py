@@ -36,15 +36,17 @@ def test_labels_of_one_box_lie_above_in_and_below_it_and_then_nowhere():
         taken.append(place)
     assert free_place((30, 8), box, SHAPE, taken) is None
     assert free_place((30, 101), box, SHAPE, []) is None
+    assert free_place((121, 8), box, SHAPE, []) is None
 
 
-def test_labels_of_a_picture_do_not_overlap_and_the_highest_scores_are_written():
+@pytest.mark.parametrize("size", [(3, 3), (6, 3), (3, 6)])
+def test_labels_of_a_picture_do_not_overlap_and_the_highest_scores_are_written(size):
     random = np.random.default_rng(0)
     corners = random.uniform((0, 0), (SHAPE[1] - 20, SHAPE[0] - 20), (40, 2))
     boxes = np.concatenate([corners, corners + random.uniform(5, 20, (40, 2))], axis=1)
     scores, labels = random.permutation(np.linspace(0.3, 0.99, 40)), random.integers(0, 2, 40)
     masks = np.zeros((40, *SHAPE), bool)
-    figure, axis = pyplot().subplots(figsize=(3, 3), dpi=100)
+    figure, axis = pyplot().subplots(figsize=size, dpi=100)
     draw_instances(axis, np.zeros((*SHAPE, 3), np.uint8), masks, boxes, labels, ("coin", "nucleus"), scores)
     assert len(axis.patches) == 40 > len(axis.texts) > 5
     assert f"{('coin', 'nucleus')[labels[scores.argmax()]]} 0.99" in [text.get_text() for text in axis.texts]
@@ -52,4 +54,7 @@ def test_labels_of_a_picture_do_not_overlap_and_the_highest_scores_are_written()
     shown = [text.get_window_extent() for text in axis.texts]
     places = [(box.x0, box.y0, box.x1, box.y1) for box in shown]
     assert not any(overlap(*pair) for pair in itertools.combinations(places, 2))
+    image = axis.get_window_extent()
+    assert all(image.x0 - 2 <= box.x0 and box.x1 <= image.x1 + 2 for box in shown)
+    assert all(image.y0 - 2 <= box.y0 and box.y1 <= image.y1 + 2 for box in shown)
     pyplot().close(figure)
