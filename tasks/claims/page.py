@@ -421,7 +421,8 @@ def _widen(axis: Any, reached: Sequence[float]) -> None:
     """
     if max(reached) > 10 and np.quantile(reached, 0.8) < max(reached) / 3:
         axis.set_xscale("symlog", linthresh=2, linscale=1.5)
-        ticks = [tick for tick in (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20) if abs(tick) <= 1.2 * max(reached)]
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20) if low <= tick <= high]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_xlabel("logarithmic beyond 2 points", fontsize=7)
 
