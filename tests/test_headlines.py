@@ -141,6 +141,7 @@ def decay_of_published_start() -> float:
     return max(json.loads(file.read_text())["max_decay_change"] for file in files)
 
 
+FAMILIES = ("families_swin", "upop_half", "upop_third", "families_convit")
 HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "attention": (r"attention over 1024 patches \(512 pixels\) (\d+) times", lambda: [f"{attention_times(1024):.0f}"]),
     "whole model": (
@@ -153,9 +154,11 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         lambda: [points("fib_table2_paired", "fibottention", told=False), points("fib_batch", "fibottention")],
     ),
     "families": (
-        r"Swin ([\d.]+), after pruning ([\d.]+) to ([\d.]+) \(told\); ConViT ([\d.]+) above \(told\)",
+        r"Swin ([\d.]+), after pruning ([\d.]+) to ([\d.]+) \(told\); "
+        r"ConViT with 4 heads ([\d.]+) above \(told\), with 12 ([\d.]+) \(not told\)",
         lambda: [
-            points(folder, "fibottention") for folder in ("families_swin", "upop_half", "upop_third", "families_convit")
+            *(points(folder, "fibottention") for folder in FAMILIES),
+            points("families_convit_heads", "fibottention", told=False),
         ],
     ),
     "sparsifiner": (
@@ -186,7 +189,15 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 }
 # Sizes, rates and what has a test of its own.
 SETTINGS = (
-    *("at 224 hardly", "with 1,000 images of 32 pixels", "within 0.00001 of 1", "below 9 KB", "at 196 patches"),
+    *(
+        "at 224 hardly",
+        "with 1,000 images of 32 pixels",
+        "within 0.00001 of 1",
+        "below 9 KB",
+        "at 196 patches",
+        "with 4 heads",
+        "with 12",
+    ),
 )
 EPYC = ("batch1", "vit_base_violin", "vit_tiny_violin")
 
