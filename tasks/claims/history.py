@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -40,14 +41,12 @@ def git(root: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def first_written(root: Path) -> dict[tuple[str, str], int]:
+def first_written(root: Path, order: Mapping[str, int]) -> dict[tuple[str, str], int]:
     """By paper and claim, the place in the history at which it first stood in configs/claims."""
-    order = places(root)
     found: dict[tuple[str, str], int] = {}
-    for commit in git(root, "log", "--reverse", "--format=%H", "--", str(CLAIMS)).split():
-        for file in git(root, "ls-tree", "--name-only", commit, f"{CLAIMS}/").splitlines():
-            for name in _claims_of(git(root, "show", f"{commit}:{file}")) if file.endswith(".yaml") else ():
-                found.setdefault((Path(file).stem, name), order[commit])
+    for commit, file in written_files(root, "AM", f"{CLAIMS}/*.yaml"):
+        for name in _claims_of(git(root, "show", f"{commit}:{file}")):
+            found.setdefault((Path(file).stem, name), order[commit])
     return found
 
 
@@ -61,20 +60,23 @@ def _claims_of(text: str) -> list[str]:
     return list(claims) if isinstance(claims, dict) else []
 
 
-def first_recorded(root: Path) -> dict[str, int]:
+def first_recorded(root: Path, order: Mapping[str, int]) -> dict[str, int]:
     """By path of a JSON file, the place in the history at which it was first there."""
-    order = places(root)
     found: dict[str, int] = {}
+    for commit, file in written_files(root, "A", "*.json"):
+        found.setdefault(file, order[commit])
+    return found
+
+
+def written_files(root: Path, how: str, pattern: str) -> Iterator[tuple[str, str]]:
+    """Commits, oldest first, and the files that each of them added (`how` "A") or changed, too ("AM")."""
+    options = (f"--diff-filter={how}", "--no-renames", "--name-only", "--format=@%H")
     commit = ""
-    log = git(
-        root, "log", "--reverse", "--diff-filter=A", "--no-renames", "--name-only", "--format=@%H", "--", "*.json"
-    )
-    for line in log.splitlines():
+    for line in git(root, "log", "--reverse", *options, "--", pattern).splitlines():
         if line.startswith("@"):
             commit = line[1:]
         elif line:
-            found.setdefault(line, order[commit])
-    return found
+            yield commit, line
 
 
 def places(root: Path) -> dict[str, int]:
@@ -93,7 +95,8 @@ def written_after(papers: list[Paper], root: Path) -> list[tuple[str, str]]:
 
     One that is in no commit yet is written last.
     """
-    written, recorded = first_written(root), first_recorded(root)
+    order = places(root)
+    written, recorded = first_written(root, order), first_recorded(root, order)
     found = []
     for paper in papers:
         for claim in paper.claims:

@@ -186,33 +186,24 @@ def draw_rows(tasks: Mapping[str, Sequence[Row]], path: Path) -> Path:
         _draw_task(axis, rows)
         axis.set_title(task.removeprefix("evidence_"))
         axis.set_ylabel("test accuracy, %")
-    if axes[0, 0].get_legend_handles_labels()[0]:
-        axes[0, 0].legend(frameon=False, fontsize=8)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    if named := dict(zip(names, handles, strict=True)):  # each once
+        axes[0, 0].legend(named.values(), named, frameon=False, fontsize=8)
     return pictures.save(figure, path)
-
-
-def _once(name: str, named: set[str]) -> str | None:
-    """The name the first time, then None, so that a legend has it once."""
-    if name in named:
-        return None
-    named.add(name)
-    return name
 
 
 def _draw_task(axis: Any, rows: Sequence[Row]) -> None:
     seeds = sorted({seed for row in rows for seed in row.accuracy})
-    named: set[str] = set()  # what the legend has
     for method in dict.fromkeys(row.method for row in rows):
         places = [place for place, row in enumerate(rows) if row.method == method]
         for number, seed in enumerate(seeds):
             values = [100 * rows[place].accuracy.get(seed, np.nan) for place in places]
             style = {"marker": "os^Dv"[number % 5], "linestyle": ("-", "--", ":")[number % 3], "color": pictures.INK}
-            name = f"seed {seed}"
-            axis.plot(places, values, **style, label=_once(name, named), alpha=0.6, linewidth=0.9, markersize=4)
+            axis.plot(places, values, **style, label=f"seed {seed}", alpha=0.6, linewidth=0.9, markersize=4)
     for place, row in enumerate(rows):
         if row.accuracy:
             mean = 100 * np.mean(list(row.accuracy.values()))
-            bar = {"color": pictures.ACCENT, "markersize": 16, "markeredgewidth": 2.5, "label": _once("mean", named)}
+            bar = {"color": pictures.ACCENT, "markersize": 16, "markeredgewidth": 2.5, "label": "mean"}
             axis.plot([place], [mean], "_", **bar)
     labels = [f"{row.method} {row.prior}" + ("" if row.accuracy else " (missing)") for row in rows]
     axis.set_xticks(range(len(rows)), labels, rotation=60, ha="right", fontsize=8)

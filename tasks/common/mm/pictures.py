@@ -46,7 +46,7 @@ def draw_instances(
         shown[mask] = 0.45 * shown[mask] + 0.55 * colours[label]
     axis.imshow(shown.astype(np.uint8), interpolation="nearest")
     order = np.arange(len(labels)) if scores is None else np.argsort(-np.asarray(scores), kind="stable")
-    taken: list[Rectangle] = []
+    points, taken = _points_in_pixels(axis), list[Rectangle]()
     for index in order:
         label, (left, top, right, bottom) = labels[index], boxes[index]
         colour = colours[label] / 255
@@ -54,7 +54,8 @@ def draw_instances(
         corner, size = (left - 0.5, top - 0.5), (right - left, bottom - top)
         axis.add_patch(pyplot().Rectangle(corner, *size, fill=False, edgecolor=colour, linewidth=1.2))
         text = classes[label] if scores is None else f"{classes[label]} {scores[index]:.2f}"
-        place = free_place(_size_of(axis, text), (left, top, right, bottom), image.shape[:2], taken)
+        size_of_text = ((0.6 * len(text) + 0.4) * FONT_SIZE * points, 1.5 * FONT_SIZE * points)  # about
+        place = free_place(size_of_text, (left, top, right, bottom), image.shape[:2], taken)
         if place is not None:
             taken.append(place)
             box = {"facecolor": colour, "edgecolor": "none", "pad": 0.6}
@@ -62,12 +63,11 @@ def draw_instances(
     axis.set_axis_off()
 
 
-def _size_of(axis: Any, text: str) -> tuple[float, float]:
-    """About how wide and high a label is, in pixels of the image that the axis shows."""
+def _points_in_pixels(axis: Any) -> float:
+    """How long a point of print is, in pixels of the image that the axis shows."""
     axis.apply_aspect()  # else an image that is narrower than its place would be measured as wide as that
     shown = axis.get_window_extent()
-    pixels = abs(axis.get_xlim()[1] - axis.get_xlim()[0]) / (72 * shown.width / axis.figure.dpi)  # for each point
-    return (0.6 * len(text) + 0.4) * FONT_SIZE * pixels, 1.5 * FONT_SIZE * pixels
+    return abs(axis.get_xlim()[1] - axis.get_xlim()[0]) / (72 * shown.width / axis.figure.dpi)
 
 
 def free_place(
