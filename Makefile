@@ -9,7 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test docs lint sanitize mutations release-check smoke install video heads dense robotics benchmark clean
+.PHONY: demo check test docs pictures lint sanitize mutations release-check install video heads dense robotics benchmark clean
+.PHONY: smoke-images smoke-segmentation smoke-detection smoke-video smoke-robots
 
 # It needs the extra `classification` alone: 1.4 GB on disk with the CPU build of torch, where `make check` has 2.7 GB. It
 # needs no compiler; kernels that cannot be compiled are done without.
@@ -49,9 +50,26 @@ mutations: install
 release-check: install
 	$(RUN) -m tests.release $(CHECKS)
 
-# Training runs of minutes, not part of the tests.
-smoke: install
+# A training run of each task, of minutes, on data that a package brings or that is made first.
+smoke-images: $(VENV)/demo
 	$(RUN) -m tasks.classification.train --config configs/classification/smoke.yaml
+
+smoke-segmentation smoke-detection: smoke-%: dense data/scenes/scenes.json
+	$(RUN) -m tasks.$*.train --config configs/$*/smoke.py
+
+data/scenes/scenes.json: | $(VENV)/dense
+	$(RUN) -m tasks.common.mm.scenes data/scenes
+
+smoke-video: video
+	$(RUN) -m tasks.video.train --config configs/video/smoke.yaml
+
+smoke-robots: robotics
+	$(RUN) -m tasks.robotics.demonstrate lift demonstrations/lift_state.hdf5 --episodes 120
+	$(RUN) -m tasks.robotics.train --config configs/robotics/smoke.yaml#lift_state
+
+# The pictures of README, from patterns and records.
+pictures: $(VENV)/packages
+	$(RUN) docs/site/pictures.py
 
 install: $(VENV)/installed
 

@@ -1,7 +1,4 @@
-"""The numbers of README's first table, worked out again from the records.
-
-Each is a pattern of the table with the numbers as groups, and what they should be.
-"""
+"""The numbers of README and of the first table of docs/choose.md, worked out again from the records."""
 
 import json
 import re
@@ -13,12 +10,12 @@ import numpy as np
 import pytest
 
 import hf_sparseprior as sp
-from tasks.common.paired import Difference, differences
+from tasks.common.paired import differences
 
 ROOT = Path(__file__).parents[1]
-TABLE = "\n".join(
-    line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")
-)
+TABLE = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8").partition("## In short")[2].partition("##")[0]
+README = re.sub(r"```.*?```|!\[[^\]]*\]", "SNIPPET", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+TEXT = README + TABLE
 BENCHMARK = ROOT / "tasks" / "benchmark" / "results"
 CLASSIFICATION = ROOT / "tasks" / "classification" / "results"
 
@@ -27,35 +24,13 @@ def benchmark(name: str) -> dict:
     return json.loads((BENCHMARK / name).read_text())
 
 
-def apart(folder: str, row: str, reference: str = "dense") -> Difference:
-    """A row's difference to another one of its comparison."""
-    runs = {
-        name: [json.loads(file.read_text()) for file in sorted((CLASSIFICATION / folder / name).glob("seed*.json"))]
-        for name in (row, reference)
-    }
-    return differences(runs, reference)[row]
-
-
 def points(folder: str, row: str, reference: str = "dense", told: bool = True) -> str:
-    """How far it is from it, without a sign; whether that is told is part of what README says."""
-    found = apart(folder, row, reference)
+    """How far a row is from another one of its comparison, without a sign; `told` is whether that is significant."""
+    files = {name: sorted((CLASSIFICATION / folder / name).glob("seed*.json")) for name in (row, reference)}
+    runs = {name: [json.loads(file.read_text()) for file in own] for name, own in files.items()}
+    found = differences(runs, reference)[row]
     assert found.told is told
     return f"{abs(100 * found.mean):.1f}"
-
-
-def attention_times(tokens: int) -> float:
-    """How many times as fast as dense attention forward, with the default windows."""
-    (size,) = (size for size in benchmark("cpu/float32_default_windows.json")["sizes"] if size["tokens"] == tokens)
-    return 1 / size["passes"]["forward"]["contenders"]["cpp"]["times_dense_sdpa"]["median"]
-
-
-def median_seconds(name: str, key: str, **wanted: object) -> dict[str, float]:
-    """Median over rounds, by the entry's `key`."""
-    found = defaultdict(list)
-    for entry in benchmark(name)["measured"]:
-        if all(entry.get(own) == value for own, value in wanted.items()) and "seconds" in entry:
-            found[entry[key]].append(entry["seconds"])
-    return {own: float(np.median(seconds)) for own, seconds in found.items()}
 
 
 def paired_rounds(prior: str) -> dict[tuple[str, int], float]:
@@ -71,20 +46,30 @@ def paired_rounds(prior: str) -> dict[tuple[str, int], float]:
 
 
 def against_openvino(pixels: int) -> float:
-    seconds = median_seconds("rivals/records.json", "rival", model="vit_small", pixels=pixels, dtype="float32")
-    return seconds["openvino"] / seconds["fibottention"]
+    wanted = {"model": "vit_small", "pixels": pixels, "dtype": "float32"}
+    rows = [row for row in benchmark("rivals/records.json")["measured"] if wanted.items() <= row.items()]
+    seconds = [[row["seconds"] for row in rows if row["rival"] == name] for name in ("openvino", "fibottention")]
+    return float(np.median(seconds[0]) / np.median(seconds[1]))
 
 
-def violin_over_dense(processor: str, passed: str, files: tuple[str, ...], pixels: int | None = None) -> float:
+def times(name: str, passed: str, contender: str, unit: str) -> list[float]:
+    """Median times of a contender in those of dense attention, size by size."""
+    return [
+        size["passes"][passed]["contenders"][contender][unit]["median"] for size in benchmark(f"{name}.json")["sizes"]
+    ]
+
+
+def violin_over_dense(processor: str, passed: str, *files: str) -> float:
     """The most that VIOLIN's median time is above dense's, in percent, over the sizes of some records."""
-    ratios = []
-    for file in files:
-        record = benchmark(f"cpu/{file}.json")
-        assert processor in record["hardware"]["cpu"]
-        for size in record["sizes"]:
-            if pixels in (None, size["resolution"]):
-                ratios.append(size["passes"][passed]["contenders"]["violin"]["times_dense"]["median"])
-    return 100 * (max(ratios) - 1)
+    assert all(processor in benchmark(f"cpu/{file}.json")["hardware"]["cpu"] for file in files)
+    return 100 * (max(max(times(f"cpu/{file}", passed, "violin", "times_dense")) for file in files) - 1)
+
+
+def violin_on_epyc() -> tuple[float, float]:
+    """The same on an EPYC, forward and in training; forward also of the backbones' images."""
+    files = ("EPYC", "batch1", "vit_base_violin", "vit_tiny_violin")
+    forward, training = (violin_over_dense(files[0], passed, *files[1:]) for passed in ("forward", "training"))
+    return max(forward, 100 * max(paired_rounds("violin").values()) - 100), training
 
 
 def violin_memory() -> float:
@@ -92,10 +77,7 @@ def violin_memory() -> float:
     for entry in benchmark("backbones/records.json")["measured"]:
         if entry.get("memory"):
             found[entry["model"], entry["pixels"]].setdefault(entry["prior"], []).append(entry["memory"])
-    ratios = [
-        np.median(own["violin"]) / np.median(own["dense"]) for own in found.values() if {"violin", "dense"} <= {*own}
-    ]
-    return 100 * (max(ratios) - 1)
+    return 100 * (max(np.median(own["violin"]) / np.median(own["dense"]) for own in found.values()) - 1)
 
 
 def sparsifiner_attention() -> tuple[float, float]:
@@ -117,52 +99,44 @@ def exported_sparsifiner() -> tuple[float, float]:
 
 def sparsifiner_parameters() -> list[str]:
     """Percent more than the dense model, of the two small models."""
-    found = []
-    for folder, dense, sparse in (
-        ("sparsifiner_table2_small", "1.0", "0.2"),
-        ("sparsifiner_table3_small", "1.0", "0.25"),
-    ):
-        counts = [
-            json.loads((CLASSIFICATION / folder / row / "seed0.json").read_text())["parameters"]
-            for row in (dense, sparse)
-        ]
-        found.append(f"{100 * (counts[1] / counts[0] - 1):.0f}")
-    return found
-
-
-def decay_of_published_start() -> float:
-    """How far M gets from 1 at most, in fine-tuning from VIOLIN's published start."""
     files = [
-        file
-        for task in ("count", "fashion", "orientation", "position")
-        for file in CLASSIFICATION.glob(f"evidence_{task}/*-violin/seed*.json")
+        [CLASSIFICATION / f"sparsifiner_table{table}_small" / row / "seed0.json" for row in ("1.0", rate)]
+        for table, rate in ((2, "0.2"), (3, "0.25"))
     ]
-    assert len(files) > 30
-    return max(json.loads(file.read_text())["max_decay_change"] for file in files)
+    counts = [[json.loads(file.read_text())["parameters"] for file in pair] for pair in files]
+    return [f"{100 * (sparse / dense - 1):.0f}" for dense, sparse in counts]
 
 
-FAMILIES = ("families_swin", "upop_half", "upop_third", "families_convit")
+def on_a_gpu(of: str, key: str, **wanted: object) -> list[float]:
+    """Numbers of an H100 in CUDA graphs."""
+    return [row[key] for row in benchmark("gpu/graphs.json")[of] if wanted.items() <= row.items()]
+
+
+FORWARD = {"part": "fibottention", "pass": "forward"}
+TRAINING = {"pixels": 1024, "pass": "training step", "mode": "CUDA graphs"}
+FAMILIES = ("families_swin", "upop_half", "upop_third", "families_convit", "families_convit_heads")
+# Patterns of the text with the numbers as groups, and what they should be.
 HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "attention": (r"attention over 1024 patches \(512 pixels\) (\d+) times", lambda: [f"{attention_times(1024):.0f}"]),
+    "attention": (
+        r"attention over 1024 patches \(512 pixels\) (\d+) times",  # the second size, with the default windows
+        lambda: [f"{1 / times('cpu/float32_default_windows', 'forward', 'cpp', 'times_dense_sdpa')[1]:.0f}"],
+    ),
     "whole model": (
         r"a ViT-S ([\d.]+) times at 1024 pixels",
         lambda: [f"{1 / paired_rounds('fibottention')['vit_small', 1024]:.1f}"],
     ),
     "OpenVINO": (r"\(([\d.]+) times OpenVINO, one round\)", lambda: [f"{against_openvino(1024):.1f}"]),
     "from scratch": (
-        r"From scratch ([\d.]+) points below dense \(not told\), with larger batches ([\d.]+)",
+        r"From scratch ([\d.]+) points below dense \(not significant\); ([\d.]+) with larger batches",
         lambda: [points("fib_table2_paired", "fibottention", told=False), points("fib_batch", "fibottention")],
     ),
     "families": (
-        r"Swin ([\d.]+), after pruning ([\d.]+) to ([\d.]+) \(told\); "
-        r"ConViT with 4 heads ([\d.]+) above \(told\), with 12 ([\d.]+) \(not told\)",
-        lambda: [
-            *(points(folder, "fibottention") for folder in FAMILIES),
-            points("families_convit_heads", "fibottention", told=False),
-        ],
+        r"([\d.]+) in Swin, ([\d.]+) to ([\d.]+) after pruning \(significant\); "
+        r"in ConViT with 4 heads ([\d.]+) above \(significant\), with 12 heads ([\d.]+) \(not significant\)",
+        lambda: [points(f, "fibottention", told=f != "families_convit_heads") for f in FAMILIES],
     ),
     "sparsifiner": (
-        r"below dense: ([\d.]+) points at a keep rate of 0\.4 \(not told\), "
+        r"below dense: ([\d.]+) points at a keep rate of 0\.4 \(not significant\), "
         r"([\d.]+) at 0\.9, ([\d.]+) at 0\.2 and ([\d.]+) at 0\.1",
         lambda: [
             points("sparsifiner_table2_small", rate, "1.0", told=rate != "0.4") for rate in ("0.4", "0.9", "0.2", "0.1")
@@ -170,49 +144,69 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     ),
     "parameters": (r"(\d+) to (\d+) % more parameters", sparsifiner_parameters),
     "prediction": (
-        r"a rate of 0\.25 dense's speed, ([\d.]+) times its memory",
+        r"a rate of 0\.25 the speed of dense, ([\d.]+) times its memory",
         lambda: [f"{sparsifiner_attention()[1]:.1f}"],
     ),
-    "exported": (r"exported (\d+) to (\d+) times dense's time", lambda: [f"{n:.0f}" for n in exported_sparsifiner()]),
+    "exported": (
+        r"exported models are (\d+) to (\d+) times slower",
+        lambda: [f"{n:.0f}" for n in exported_sparsifiner()],
+    ),
     "violin's time": (
         r"up to (\d+) % more time forward, (\d+) % in training",
-        lambda: [
-            f"{max(violin_over_dense('EPYC', 'forward', EPYC), 100 * max(paired_rounds('violin').values()) - 100):.0f}",
-            f"{violin_over_dense('EPYC', 'training', EPYC):.0f}",
-        ],
+        lambda: [f"{most:.0f}" for most in violin_on_epyc()],
     ),
     "violin on a Xeon": (
         r"\(Intel Xeon, 512 pixels: (\d+), (\d+) %\)",
-        lambda: [f"{violin_over_dense('Xeon', of, ('vit_small_violin',), 512):.0f}" for of in ("forward", "training")],
+        lambda: [f"{violin_over_dense('Xeon', of, 'vit_small_violin'):.0f}" for of in ("forward", "training")],
     ),
     "violin's memory": (r"; (\d+) % more memory", lambda: [f"{violin_memory():.0f}"]),
+    "a GPU's kernels": (
+        r"is ([\d.]+), ([\d.]+) and ([\d.]+) times as fast as flash attention at ([\d,]+), ([\d,]+) and ([\d,]+) p",
+        lambda: [
+            *(f"{n + 1e-9:.1f}" for n in on_a_gpu("kernels", "times_faster_than_flash", **FORWARD)[1:]),
+            *(f"{n:,}" for n in on_a_gpu("kernels", "tokens", **FORWARD)[1:]),
+        ],
+    ),
+    "a GPU's training": (
+        r"at 1024 pixels\s+trains ([\d.]+) times as fast",
+        lambda: [f"{dense / ours:.2f}" for dense, ours in [on_a_gpu("models", "ms", **TRAINING)]],
+    ),
+    "violin on a GPU": (
+        r"VIOLIN takes (\d) to (\d) times as long as flash attention",
+        lambda: [f"{of(on_a_gpu('kernels', 'times_flash', part='violin')):.0f}" for of in (min, max)],
+    ),
+    "both priors": (
+        r"a ViT is ([\d.]+) points less accurate with Fibottention and ([\d.]+) with\s+VIOLIN, neither significantly",
+        lambda: [
+            points(f"{of}_paired", row, told=False) for of, row in (("fib_table2", "fibottention"), ("vio", "violin"))
+        ],
+    ),
 }
 # Sizes, rates and what has a test of its own.
 SETTINGS = (
-    "at 224 hardly",
-    "with 1,000 images of 32 pixels",
-    "within 0.00001 of 1",
-    "below 9 KB",
-    "at 196 patches",
+    *("at 224 hardly", "with 1,000 images of 32 pixels", "within 0.00001 of 1", "below 9 KB", "at 196 patches"),
+    *("less than 9 KB", "at 224 pixels no prior", "H100 GPU", "on an H100\n", "float64", "Apache-2.0"),
 )
-EPYC = ("batch1", "vit_base_violin", "vit_tiny_violin")
 
 
 @pytest.mark.parametrize("name", HEADLINES)
-def test_numbers_of_the_first_table_are_those_of_the_records(name):
+def test_numbers_are_those_of_the_records(name):
     pattern, expected = HEADLINES[name]
-    (found,) = re.findall(pattern, TABLE)
+    (found,) = re.findall(pattern, TEXT)
     assert list((found,) if isinstance(found, str) else found) == expected()
 
 
 def test_what_the_first_table_says_in_words():
-    assert "the decay stays within 0.00001 of 1" in TABLE and decay_of_published_start() < 1e-5
-    assert "dense's speed" in TABLE and sparsifiner_attention()[0] == pytest.approx(1, abs=0.05)
+    tasks = ("count", "fashion", "orientation", "position")
+    files = [file for task in tasks for file in CLASSIFICATION.glob(f"evidence_{task}/*-violin/seed*.json")]
+    changes = [json.loads(file.read_text())["max_decay_change"] for file in files]
+    assert "the decay stays within 0.00001 of 1" in TABLE and len(changes) > 30 and max(changes) < 1e-5
+    assert "the speed of dense" in TABLE and sparsifiner_attention()[0] == pytest.approx(1, abs=0.05)
 
 
-def test_every_number_of_the_first_table_is_one_of_these():
+def test_every_number_is_one_of_these():
     """But for sizes, rates and settings, which are no measurements."""
-    rest = TABLE
+    rest = TEXT
     for pattern, _ in HEADLINES.values():
         rest = re.sub(pattern, lambda match: re.sub(r"[\d.]*\d", "", match.group()), rest)
     rest = re.sub(r"\]\([^)]*\)", "", rest)
@@ -229,4 +223,10 @@ def test_the_adapter_of_a_vit_b_is_as_small_as_the_first_table_says(tmp_path):
     model.save_pretrained(tmp_path)
     size = (tmp_path / "adapter_model.safetensors").stat().st_size
     scalars = 12 * 12 * 9  # layers, heads, and eight curves and a temperature
-    assert "an adapter below 9 KB (ViT-B)" in TABLE and 4 * scalars < size < 9000
+    assert "an adapter below 9 KB (ViT-B)" in TABLE and "of less than 9 KB for a ViT-B" in README
+    assert 4 * scalars < size < 9000
+
+
+def test_at_most_twelve_numbers_stand_before_the_first_snippet():
+    before = re.sub(r"\]\([^)]*\)|H100", "", README.partition("## Three ways")[0])
+    assert 3 <= len(re.findall(r"\d[\d.,]*", before)) <= 12

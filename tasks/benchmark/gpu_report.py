@@ -11,7 +11,7 @@ from tasks.common.tables import markdown_table
 
 Row = dict[str, Any]
 
-NEVER = "**These kernels have never run on a GPU.** Nothing below is a time."
+NEVER = "**Nothing here was measured on a GPU.** No number below is a time."
 HOW_COUNTED = """By `python -m tasks.benchmark.gpu --count`, which needs no GPU: heads of width 64, one image, one class
 token. Launches are compiled by Triton for compute capability 9.0 (H100, H200); registers and spills are ptxas's. Bytes
 are what the kernels touch in Triton's interpreter, in copies (read q, k and v once and write the output once). Of
@@ -173,6 +173,7 @@ def results_text(records: Mapping[str, Any], counted: Sequence[Row]) -> str:
         parts.append(
             f"{records['hardware_name']}, torch {records['torch']}, {records['dtype']}: `{records['command']}`"
         )
+        parts += [records["note"]] if "note" in records else []
         wrong = [f"{step}: {error}" for step, error in records.get("failed", {}).items()]
         parts += ["Steps that failed: " + "; ".join(wrong)] if wrong else []
         checks = [

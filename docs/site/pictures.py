@@ -1,0 +1,116 @@
+"""The two pictures of README: python docs/site/pictures.py [FOLDER] (by default docs/).
+
+`idea.png` is made from the patterns themselves, `speed.png` from the records of `tasks.benchmark.backbones`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from skimage.data import chelsea
+from skimage.transform import resize
+
+import hf_sparseprior as sp
+from hf_sparseprior.analysis.decays import learned_decay_masks
+from hf_sparseprior.analysis.image_maps import FRAME, over_pixels
+from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "tasks" / "benchmark" / "results" / "backbones" / "records.json"
+SIDE, PIXELS, HEADS = 14, 224, 6  # a ViT-S at 224 pixels
+PATCH = (6, 8)  # row and column, between the eyes
+DARKEST = 0.15  # brightness of a patch that is not seen
+
+
+def patch_views() -> dict[str, np.ndarray]:
+    """How much one patch sees of every patch, (heads, SIDE, SIDE) from 0 to 1, by prior: layer 1 before training."""
+    torch.manual_seed(0)
+    config = sp.SparsePriorViTConfig.from_preset("vit_small", prior="violin", num_hidden_layers=1)
+    decay = learned_decay_masks(sp.SparsePriorViTModel(config))[0].numpy()
+    support = sp.supports.build_mask("fibottention", num_heads=HEADS, num_tokens=SIDE**2, layer=0)
+    query = PATCH[0] * SIDE + PATCH[1]
+    rows = {"dense": np.ones((HEADS, SIDE**2)), "Fibottention": support[:, query], "VIOLIN": decay[:, query]}
+    return {name: row.reshape(HEADS, SIDE, SIDE).astype(float) for name, row in rows.items()}
+
+
+def draw_idea(path: Path) -> Path:
+    """A photo, and what its marked patch sees of it in every head."""
+    photo = resize(chelsea()[:300, 75:375], (PIXELS, PIXELS), anti_aliasing=True)
+    figure, axes = pyplot().subplots(3, HEADS + 1, figsize=(8.4, 3.9), layout="constrained")
+    step = PIXELS // SIDE
+
+    def draw(axis: Any, image: np.ndarray) -> None:
+        axis.imshow(image, vmin=0, vmax=1, interpolation="nearest")
+        corner = (PATCH[1] * step - 0.5, PATCH[0] * step - 0.5)
+        axis.add_patch(pyplot().Rectangle(corner, step, step, fill=False, edgecolor=FRAME, linewidth=1.6))
+
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    for line, (name, views) in zip(axes, patch_views().items(), strict=True):
+        for head, (axis, view) in enumerate(zip(line[1:], views, strict=True), start=1):
+            light = view if name == "dense" else (view - view.min()) / np.ptp(view)
+            draw(axis, (DARKEST + (1 - DARKEST) * over_pixels(light, PIXELS, PIXELS))[..., None] * photo)
+            if name == "dense":
+                axis.set_title(f"head {head}", fontsize=9)
+        seen = (views > 0).sum((1, 2))
+        what = {
+            "dense": f"every head compares\nthe patch with all {SIDE**2}",
+            "Fibottention": f"with {seen.min()} to {seen.max()} patches,\nothers in each head",
+            "VIOLIN": f"with all, scores times\n1 (near) to {views.min():.2f} (far);\ncontrast raised",
+        }[name]
+        line[0].text(-0.03, 0.5, f"{name}\n", fontsize=11, fontweight="bold", va="center", transform=line[0].transAxes)
+        line[0].text(-0.03, 0.5, what, fontsize=8, va="top", transform=line[0].transAxes)
+    return few_colours(save(figure, path))
+
+
+def few_colours(path: Path) -> Path:
+    """The PNG with a palette, which is a third of the size."""
+    with Image.open(path) as image:
+        reduced = image.convert("RGB").quantize(224, dither=Image.Dither.NONE)
+    reduced.save(path, optimize=True)
+    return path
+
+
+def seconds(model: str, prior: str) -> dict[int, list[float]]:
+    """Of a model with a prior: the time of every round, by pixels."""
+    rounds: dict[int, list[float]] = {}
+    for entry in json.loads(RECORDS.read_text(encoding="utf-8"))["measured"]:
+        if (entry["model"], entry["prior"]) == (model, prior) and "seconds" in entry:
+            rounds.setdefault(entry["pixels"], []).append(entry["seconds"])
+    return rounds
+
+
+def draw_speed(path: Path) -> Path:
+    """Seconds an image over its size, of two whole models, dense and with Fibottention."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
+    for axis, (model, title) in zip(axes, {"vit_small": "ViT-S", "vit_base": "ViT-B"}.items(), strict=True):
+        dense, ours = seconds(model, "dense"), seconds(model, "fibottention")
+        for rounds, label, colour in ((dense, "dense", INK), (ours, "Fibottention", ACCENT)):
+            values = [median(times) for times in rounds.values()]
+            axis.plot(list(rounds), values, "o-", color=colour, linewidth=2)
+            place = {"textcoords": "offset points", "color": colour, "va": "center"}
+            axis.annotate(label, (max(rounds), values[-1]), (8, 0), **place)
+        for size, times in ours.items():  # round by round, so that a slow moment of the machine does not count
+            faster = median(d / o for d, o in zip(dense[size], times, strict=True))
+            place = {"textcoords": "offset points", "color": ACCENT, "ha": "center", "fontsize": 8.5}
+            axis.annotate(f"{faster:.1f} times as fast", (size, median(times)), (0, -21), **place)
+        axis.set_title(title, fontsize=11)
+        axis.set(xlabel="side of the image, pixels", xticks=list(dense), xlim=(250, 1980))
+        axis.set_ylim(bottom=-0.13 * max(map(median, dense.values())))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("seconds an image, one CPU core")
+    return save(figure, path)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
+    print(draw_idea(folder / "idea.png"))
+    print(draw_speed(folder / "speed.png"))
