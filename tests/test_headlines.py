@@ -148,7 +148,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         lambda: [f"{sparsifiner_attention()[1]:.1f}"],
     ),
     "exported": (
-        r"exported models are (\d+) to (\d+) times slower",
+        r"exported models take (\d+) to (\d+) times as long",
         lambda: [f"{n:.0f}" for n in exported_sparsifiner()],
     ),
     "violin's time": (
@@ -161,7 +161,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     ),
     "violin's memory": (r"; (\d+) % more memory", lambda: [f"{violin_memory():.0f}"]),
     "a GPU's kernels": (
-        r"is ([\d.]+), ([\d.]+) and ([\d.]+) times as fast as flash attention at ([\d,]+), ([\d,]+) and ([\d,]+) p",
+        r"is ([\d.]+), ([\d.]+) and ([\d.]+) times as fast as flash .*, at ([\d,]+), ([\d,]+) and ([\d,]+) patches",
         lambda: [
             *(f"{n + 1e-9:.1f}" for n in on_a_gpu("kernels", "times_faster_than_flash", **FORWARD)[1:]),
             *(f"{n:,}" for n in on_a_gpu("kernels", "tokens", **FORWARD)[1:]),
@@ -172,7 +172,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         lambda: [f"{dense / ours:.2f}" for dense, ours in [on_a_gpu("models", "ms", **TRAINING)]],
     ),
     "violin on a GPU": (
-        r"VIOLIN takes (\d) to (\d) times as long as flash attention",
+        r"VIOLIN's attention takes (\d) to (\d) times as long as\s+flash",
         lambda: [f"{of(on_a_gpu('kernels', 'times_flash', part='violin')):.0f}" for of in (min, max)],
     ),
     "both priors": (
@@ -185,7 +185,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 # Sizes, rates and what has a test of its own.
 SETTINGS = (
     *("at 224 hardly", "with 1,000 images of 32 pixels", "within 0.00001 of 1", "below 9 KB", "at 196 patches"),
-    *("less than 9 KB", "at 224 pixels no prior", "H100 GPU", "on an H100\n", "float64", "Apache-2.0"),
+    *("less than 9 KB", "at 224 pixels no prior", "H100 GPU", "on an H100, ", "float64", "Apache-2.0"),
 )
 
 
