@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,11 +18,13 @@ from transformers.backbone_utils import BackboneConfigMixin
 from .checks import check_boolean, check_integer, check_within
 from .config_keys import ExactKeys
 from .extras import EXTRAS
+from .families import FAMILIES
 from .feature_maps import FeatureMap
 from .layer_sizes import LayerSizes, check_compressed, compressed_layers, whole_layer
 from .limits import check_limit
 from .prior import PriorSpec, Stage, prior_name, prior_pruning_ratio, resolve_prior, resolve_stages
 from .resolved import ResolvedPrior
+from .saved_code import write_code
 from .supports import support_notes
 from .token_order import RASTER
 
@@ -78,6 +81,21 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
         if preset not in cls.presets:
             raise ValueError(f"preset={preset!r} must be one of {', '.join(cls.presets)}")
         return cls(**{**cls.presets[preset], **overrides})
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, plus the code of the family's classes (see `saved_code`)."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self._write_code(save_directory)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        self._write_code(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _write_code(self, folder: str | os.PathLike) -> None:
+        """Nothing for the config of a class that is in no family."""
+        family = FAMILIES.get(self.model_type)
+        if family is not None and isinstance(self, family.config_class):
+            write_code(folder, family.modules)
 
     @property
     def output_attentions(self) -> bool:

@@ -109,6 +109,11 @@ class Family:
         classes = {"AutoConfig": self.config_class, **self.models}
         return {name: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for name, cls in classes.items()}
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules of its classes."""
+        return tuple(sorted({cls.__module__ for cls in (self.config_class, *self.models.values())}))
+
     def class_named(self, name: str) -> Any:
         """The model class of this name; None: there is none."""
         return next((cls for cls in self.models.values() if cls.__name__ == name), None)

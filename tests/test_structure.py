@@ -16,7 +16,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 FLOORS = [
     (
         *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version", "arguments", "command"),
-        *("files", "loading", "families", "layer_sizes", "packing", "rotary"),
+        *("sections", "files", "loading", "families", "layer_sizes", "packing", "rotary"),
     ),
     ("sequences", "curves", "token_order", "masks", "relative_offsets", "windows"),
     ("pattern", "fibottention", "support_baselines", "radial", "supports"),
@@ -36,7 +36,7 @@ FLOORS = [
     ("predictor", "sparsifiner", "low_rank", "relative_position", "locality", "token_pruning"),
     ("prior",),
     ("attention",),
-    ("image_processor", "model_card", "hub"),
+    ("image_processor", "model_card", "hub", "saved_code"),
     ("base_config", "blocks", "mixed_sizes", "feature_maps"),
     (
         *("configuration_sparseprior_vit", "configuration_sparseprior_timesformer", "configuration_sparseprior_swin"),
