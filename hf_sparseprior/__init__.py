@@ -9,52 +9,53 @@ import logging as _logging
 import os as _os
 from typing import Any as _Any
 
-from hf_sparseprior.arguments import answer_at_once as _answer_at_once
+from hf_sparseprior.cli.arguments import answer_at_once as _answer_at_once
 
 _answer_at_once()  # before the imports that take seconds
 
-from hf_sparseprior import curves, ops, sequences, supports
 from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_with_peft
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.adapters.stock_loading import from_pretrained, load_prior
-from hf_sparseprior.configuration_sparseprior_convit import SparsePriorConvitConfig
-from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerConfig
-from hf_sparseprior.configuration_sparseprior_swin import SparsePriorSwinConfig
-from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.mixed_sizes import MixedSizesCollator, mixed_size_processor
-from hf_sparseprior.modeling_sparseprior_timesformer import (
+from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
+from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
+from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
+from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.models.mixed_sizes import MixedSizesCollator, mixed_size_processor
+from hf_sparseprior.models.modeling_sparseprior_timesformer import (
     SparsePriorTimesformerForVideoClassification,
     SparsePriorTimesformerModel,
 )
-from hf_sparseprior.modeling_sparseprior_vit import (
+from hf_sparseprior.models.modeling_sparseprior_vit import (
     SparsePriorViTBackbone,
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+from hf_sparseprior.patterns import curves, sequences, supports
 
 # isort: split
 # Families are listed in the order of these imports, the usual one first.
-from hf_sparseprior.modeling_sparseprior_swin import (
+from hf_sparseprior.models.modeling_sparseprior_swin import (
     SparsePriorSwinBackbone,
     SparsePriorSwinForImageClassification,
     SparsePriorSwinModel,
 )
 
 # isort: split
-from hf_sparseprior.modeling_sparseprior_convit import (
+from hf_sparseprior.models.modeling_sparseprior_convit import (
     SparsePriorConvitBackbone,
     SparsePriorConvitForImageClassification,
     SparsePriorConvitModel,
 )
 
 # isort: split
-from hf_sparseprior.modeling_sparseprior_iformer import (
+from hf_sparseprior.base.version import __version__
+from hf_sparseprior.models.modeling_sparseprior_iformer import (
     SparsePriorIformerBackbone,
     SparsePriorIformerForImageClassification,
     SparsePriorIformerModel,
 )
-from hf_sparseprior.version import __version__
 
 __all__ = [
     "LoraViolinConfig",

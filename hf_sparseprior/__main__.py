@@ -9,8 +9,8 @@ import argparse
 import os
 import sys
 
-from hf_sparseprior.arguments import PROGRAM, make_parser
-from hf_sparseprior.command import USER_ERRORS, report_error
+from hf_sparseprior.cli.arguments import PROGRAM, make_parser
+from hf_sparseprior.cli.command import USER_ERRORS, report_error
 
 FOR_FORMATS = ("size", "backend", "weights", "images")  # options of `export` that mean nothing without --format
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from hf_sparseprior.names import listed
+    from hf_sparseprior.cli.names import listed
 
     print("\n".join(listed(arguments.kinds)))
     return 0
@@ -60,12 +60,12 @@ def export(arguments: argparse.Namespace) -> list[str]:
         ValueError: also for options that mean nothing together.
     """
     if not arguments.format:
-        from hf_sparseprior.export import export_folder
+        from hf_sparseprior.cli.export import export_folder
 
         if given := [name for name in FOR_FORMATS if getattr(arguments, name) is not None]:
             raise ValueError(f"--{given[0]} needs --format; a folder to upload holds the model as it is")
         return export_folder(arguments.source, arguments.out, arguments.license or "apache-2.0")
-    from hf_sparseprior.deployment import BACKENDS, deploy
+    from hf_sparseprior.cli.deployment import BACKENDS, deploy
 
     if arguments.license:
         raise ValueError("--license is for the model card, which a folder with --format does not have")
@@ -91,7 +91,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from hf_sparseprior.doctor import missing_of, report
+    from hf_sparseprior.cli.doctor import missing_of, report
 
     if arguments.require:
         missing = missing_of(arguments.require)

@@ -8,7 +8,7 @@ from types import TracebackType
 
 def _name_what_is_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End a command whose own modules cannot be imported as `run_command` ends one that has begun."""
-    from hf_sparseprior.command import INSTALLS, report_error
+    from hf_sparseprior.cli.command import INSTALLS, report_error
 
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] not in INSTALLS:
         return sys.__excepthook__(kind, error, trace)

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_sparseprior.command import USER_ERRORS, report_error
-from hf_sparseprior.files import check_new, whole_folder, write_text
+from hf_sparseprior.base.files import check_new, whole_folder, write_text
+from hf_sparseprior.cli.command import USER_ERRORS, report_error
 from hf_sparseprior.kernels import build
 
 NAME = "sparseprior-attention"

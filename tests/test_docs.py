@@ -1,4 +1,4 @@
-"""The examples of docs/architecture.md and docs/timm.md run, and what the first names exists."""
+"""The examples of docs/how-to/extend.md and docs/timm.md run, and what the first names exists."""
 
 import re
 from pathlib import Path
@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
-from hf_sparseprior.backend_choice import BACKENDS, unregister_backend
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.supports import SUPPORTS
+from hf_sparseprior.attention.choice import BACKENDS, unregister_backend
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import SUPPORTS
 from tasks.common.config import read_cell
 from tests.timm_oracle import import_timm
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
-TEXT = PAGE.read_text()
+PAGES = [ROOT / "docs" / name for name in ("architecture.md", "how-to/extend.md")]
+TEXT = PAGES[1].read_text()
 
 
 @pytest.fixture
@@ -64,21 +64,19 @@ def test_the_examples_on_models_of_timm_run(tmp_path, monkeypatch):
     assert len(examples) == 3
 
 
-def test_links_and_named_files_exist():
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert links and all((PAGE.parent / link).exists() for link in links)
-    named = re.findall(r"`((?:tests|tasks|adapters|hf_sparseprior)/[\w/]+\.py)`", TEXT)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_named_files_exist(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    assert links and all((page.parent / link).exists() for link in links)
+    named = re.findall(r"`(?:hf_sparseprior/)?((?:tests|tasks|[a-z]+)/[\w/]+\.py)`", page.read_text())
     roots = (ROOT, ROOT / "hf_sparseprior")
     assert named and all(any((root / name).exists() for root in roots) for name in named), named
 
 
-def test_every_flat_file_of_the_floors_exists():
-    floors = TEXT.partition("## Floors")[2].partition("```\n")[2].partition("```")[0].rpartition("-----\n")[2]
-    names = [name for line in floors.splitlines() for name in line[:46].split()]
-    package = ROOT / "hf_sparseprior"
-    wildcards = {"configuration_*", "modeling_*", "_diagonal", "_gather", "_frames", "_kernels"}
-    for name in names:
-        assert name in wildcards or (package / f"{name}.py").exists() or (package / name).is_dir(), name
+def test_the_table_of_rooms_is_whole():
+    rows = [line.split(" | ")[0] for line in PAGES[0].read_text().splitlines() if line.startswith("| `")]
+    rooms = [path.parent.name for path in (ROOT / "hf_sparseprior").glob("*/__init__.py")]
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(rooms)
 
 
 def test_every_promise_names_tests_that_exist():

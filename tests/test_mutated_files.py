@@ -26,8 +26,8 @@ import hf_sparseprior as sp
 from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.adapters.stock_attention import applied_prior
-from hf_sparseprior.pretrained import load_whole_model
-from hf_sparseprior.saved_processor import load_image_processor
+from hf_sparseprior.models.pretrained import load_whole_model
+from hf_sparseprior.saving.saved_processor import load_image_processor
 
 SIZES = {
     **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8},

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_sparseprior import ops
-from hf_sparseprior.configuration_sparseprior_vit import PRESETS
-from hf_sparseprior.curves import CURVES
-from hf_sparseprior.decay import DECAYS, INIT_PRESETS, PLACEMENTS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS
+from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.patterns.curves import CURVES
+from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS, PLACEMENTS
+from hf_sparseprior.patterns.sequences import SEQUENCES
+from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

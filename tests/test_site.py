@@ -15,7 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, Dinov2Model
 
-from hf_sparseprior.supports import SUPPORTS
+from hf_sparseprior.patterns.supports import SUPPORTS
 from tasks.common.config import read_cell
 from tests.timm_oracle import import_timm
 

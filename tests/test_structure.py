@@ -7,71 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LONGEST_FUNCTION, LONGEST_FILE = 80, 700
-# A saved model carries the flat files of the library; these folders it does not.
-FOLDERS = {path.name for path in (ROOT / "hf_sparseprior").iterdir() if (path / "__init__.py").is_file()}
 TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.py").is_file()}
 
-# The library from the ground up. A module imports from its own floor and from those below when it is imported; folders
-# are floors of their own.
-FLOORS = [
-    (
-        *("checks", "limits", "config_keys", "json_types", "registry", "resolved", "version", "arguments", "command"),
-        *("sections", "files", "loading", "families", "layer_sizes", "packing", "rotary"),
-    ),
-    ("sequences", "curves", "token_order", "masks", "relative_offsets", "windows"),
-    ("pattern", "fibottention", "support_baselines", "radial", "supports"),
-    ("decay", "extras", "costs"),
-    ("kernels",),
-    ("compiled_kernels", "plain_operations"),
-    ("attention_plan", "attention_request", "key_selection"),
-    (
-        "backend_choice",
-        "backend_dense",
-        "backend_diagonal",
-        "backend_gather",
-        "backend_frames",
-        "backend_kernels",
-        "ops",
-    ),
-    ("predictor", "sparsifiner", "low_rank", "relative_position", "locality", "token_pruning"),
-    ("prior",),
-    ("attention",),
-    ("image_processor", "model_card", "hub", "saved_code"),
-    ("base_config", "blocks", "mixed_sizes", "feature_maps"),
-    (
-        *("configuration_sparseprior_vit", "configuration_sparseprior_timesformer", "configuration_sparseprior_swin"),
-        "configuration_sparseprior_convit",
-        "configuration_sparseprior_iformer",
-    ),
-    ("saved_config", "saved_processor", "pretrained", "names"),
-    ("base_model",),
-    (
-        *("modeling_sparseprior_vit", "modeling_sparseprior_timesformer", "modeling_sparseprior_swin"),
-        "modeling_sparseprior_convit",
-        "modeling_sparseprior_iformer",
-    ),
-    ("adapters",),
-    ("convert",),
-    ("analysis",),
-    ("training",),
-    ("compression",),
-    ("export", "labelled_images", "runtimes", "deployment", "doctor", "heads"),
-    ("__init__",),
-    ("__main__",),
-]
-# What a folder of the library may import besides itself, within functions too. "core" are the flat files, which reach
-# the kernels in one guarded place.
-MAY_IMPORT = {
-    "kernels": set(),
-    "core": set(),
-    "training": {"core", "adapters"},
-    "compression": {"core"},
-    "adapters": {"core"},
-    "analysis": {"core", "adapters"},
-    "convert": {"core", "adapters"},
-}
-GUARDED = "hf_sparseprior.compiled_kernels"
-ENTRIES = {"hf_sparseprior", "hf_sparseprior.__main__", "hf_sparseprior.doctor"}  # commands and the package's own face
+# The rooms of the library from the ground up. A room imports those before it and no other, within functions too.
+ROOMS = (
+    *("kernels", "base", "patterns", "attention", "priors", "saving", "models", "cli"),
+    *("adapters", "convert", "training", "compression", "analysis"),
+)
+# The kernels are imported where they may be missing, and where it is asked whether they are.
+KNOW_KERNELS = {"hf_sparseprior.attention.compiled_kernels", "hf_sparseprior.cli.doctor"}
+FACES = ("__init__", "__main__")  # what a user imports and calls, which know all rooms
 
 
 def modules(package):
@@ -136,20 +81,8 @@ def tasks_in(names):
 
 
 def within(name):
-    """First part of a library module's name within the package, that of its file or folder."""
+    """The room of a library module, or one of FACES."""
     return [*name.split("."), "__init__"][1]
-
-
-def floor_of(name):
-    """Number of a library module's floor; a module of a folder has its folder's."""
-    return next(number for number, floor in enumerate(FLOORS) if within(name) in floor)
-
-
-def folder_of(name):
-    """The folder of the library that a module is in; "core" for a flat file, "tasks" outside the library."""
-    if not name.startswith("hf_sparseprior"):
-        return "tasks"
-    return within(name) if within(name) in FOLDERS else "core"
 
 
 def circle(edges):
@@ -164,8 +97,8 @@ def circle(edges):
 def test_the_modules_are_found():
     assert {"analysis", "benchmark", "classification", "common", "detection", "robotics", "segmentation"} <= TASKS
     assert "video" in TASKS and len(LIBRARY) > 50 and len(TASK_MODULES) > 50
-    assert len(imported_modules("hf_sparseprior.ops")) > 5
-    assert {"hf_sparseprior.ops", "hf_sparseprior.adapters.stock"} <= imported_modules("hf_sparseprior")
+    assert len(imported_modules("hf_sparseprior.attention.functional")) > 5
+    assert "hf_sparseprior.adapters.stock" in imported_modules("hf_sparseprior")
 
 
 @pytest.mark.parametrize(
@@ -194,21 +127,15 @@ def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}}) == {"a", "b", "c"}
 
 
-def test_every_module_of_the_library_has_a_floor():
-    assert {within(name) for name in LIBRARY} == {name for floor in FLOORS for name in floor}
+def test_every_module_of_the_library_is_in_a_room():
+    assert {within(name) for name in LIBRARY} == {*ROOMS, *FACES}
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", [name for name in LIBRARY if within(name) not in FACES])
 def test_imports_of_the_library_go_down(name):
     assert "TYPE_CHECKING" not in LIBRARY[name].read_text(encoding="utf-8")  # it would hide imports from this test
-    found = [other for other in imported_modules(name, everywhere=False) if other in LIBRARY]
-    assert sorted(other for other in found if floor_of(other) > floor_of(name)) == []
-
-
-@pytest.mark.parametrize("name", [name for name in LIBRARY if name not in ENTRIES])
-def test_a_folder_of_the_library_imports_what_it_may_even_within_functions(name):
-    allowed = MAY_IMPORT[folder_of(name)] | {folder_of(name)} | ({"kernels"} if name == GUARDED else set())
-    assert {other for other in imported_modules(name) if folder_of(other) not in allowed} == set()
+    allowed = ROOMS[: ROOMS.index(within(name)) + 1][name not in KNOW_KERNELS and within(name) != "kernels" :]
+    assert {other for other in imported_modules(name) if other in LIBRARY and within(other) not in allowed} == set()
 
 
 @pytest.mark.parametrize("name", LIBRARY)

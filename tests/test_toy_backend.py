@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
-from hf_sparseprior.backend_choice import BACKENDS, Crossover, register_backend, unregister_backend
-from hf_sparseprior.backend_dense import reference
+from hf_sparseprior.attention.choice import BACKENDS, Crossover, register_backend, unregister_backend
+from hf_sparseprior.attention.dense import reference
 from tasks.benchmark import attention
 from tasks.benchmark.contenders import PASSES, Setting, Size, chosen_backend, contenders, make_problem, timed_call
 from tasks.benchmark.model import COPY, ModelRun, parse_contenders

@@ -22,14 +22,14 @@ from mkdocs.structure.files import File, Files
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis import explain
-from hf_sparseprior.arguments import add_explain
-from hf_sparseprior.curves import CURVES
-from hf_sparseprior.decay import DECAYS, INIT_PRESETS, PLACEMENTS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.pattern import SUPPORTS, support_settings
-from hf_sparseprior.predictor import PREDICTORS
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.cli.arguments import add_explain
+from hf_sparseprior.patterns.curves import CURVES
+from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS, PLACEMENTS
+from hf_sparseprior.patterns.pattern import SUPPORTS, support_settings
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.predictor import PREDICTORS
 
 ROOT = Path(__file__).parents[2]
 README = "README.md"
@@ -161,7 +161,7 @@ What `import hf_sparseprior as sp` gives.
 
 ## Attention
 
-::: hf_sparseprior.ops.attention
+::: hf_sparseprior.attention.functional.attention
 
 ## Adapters
 

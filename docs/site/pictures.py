@@ -1,11 +1,13 @@
-"""The two pictures of README: python docs/site/pictures.py [FOLDER] (by default docs/).
+"""Pictures of README and of the architecture: python docs/site/pictures.py [FOLDER] (by default docs/).
 
-`idea.png` is made from the patterns themselves, `speed.png` from the records of `tasks.benchmark.backbones`.
+`idea.png` is made from the patterns themselves, `speed.png` from the records of `tasks.benchmark.backbones`, and
+`architecture.png` from the imports of the library.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -117,7 +119,44 @@ def draw_speed(path: Path) -> Path:
     return save(figure, path)
 
 
+def imports_of_rooms() -> dict[str, dict[str, int]]:
+    """How many of a room's modules import from each other room, from the ground up."""
+    rooms: dict[str, dict[str, int]] = {}
+    for path in sorted((ROOT / "hf_sparseprior").glob("*/*.py")):
+        found = re.findall(r"(?m)^ *from hf_sparseprior\.(\w+)[\w.]* import", path.read_text(encoding="utf-8"))
+        counts = rooms.setdefault(path.parent.name, {})
+        for other in {*found} - {path.parent.name}:
+            counts[other] = counts.get(other, 0) + 1
+    # Of rooms that could stand side by side, that which more others import comes first.
+    asked = {room: sum(room in counts for counts in rooms.values()) for room in rooms}
+    order: list[str] = []
+    while len(order) < len(rooms):
+        free = [room for room in rooms if room not in order and not {*rooms[room]} - {*order}]
+        order.append(max(free, key=lambda room: asked[room]))
+    return {room: rooms[room] for room in order}
+
+
+def draw_rooms(path: Path) -> Path:
+    """Which room of the library imports which, as a table in which everything lies below the diagonal."""
+    rooms = imports_of_rooms()
+    figure, axis = pyplot().subplots(figsize=(7.2, 4.4), layout="constrained")
+    counts = np.array([[own.get(other, 0) for other in rooms] for own in rooms.values()])
+    axis.imshow(np.where(counts, np.log1p(counts), np.nan), cmap="Blues", vmin=0, vmax=5)
+    for row, column in np.argwhere(counts):
+        axis.text(column, row, counts[row, column], ha="center", va="center", fontsize=9)
+    for number in range(len(rooms)):
+        axis.add_patch(pyplot().Rectangle((number - 0.5, number - 0.5), 1, 1, color="0.85"))
+    axis.set_yticks(range(len(rooms)), rooms)
+    axis.set_xticks(range(len(rooms)), rooms, rotation=45, ha="left", rotation_mode="anchor")
+    axis.tick_params(length=0, labeltop=True, labelbottom=False)
+    axis.spines[:].set_visible(False)
+    axis.set_ylabel("this room imports")
+    axis.set_xlabel("from this one, in so many of its modules", labelpad=8)
+    return save(figure, path)
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
     print(draw_idea(folder / "idea.png"))
     print(draw_speed(folder / "speed.png"))
+    print(draw_rooms(folder / "architecture.png"))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hf_sparseprior.adapters.stock_families import stock_projections
-from hf_sparseprior.families import FAMILIES, ProjectionNames
+from hf_sparseprior.base.families import FAMILIES, ProjectionNames
 
 # Names of the modules that hold a learned decay's scalars, an extra or a mixer, and names of classifiers in our and in
 # transformers' models.

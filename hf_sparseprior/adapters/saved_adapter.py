@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from hf_sparseprior.adapters.lora import import_peft
-from hf_sparseprior.checks import check_finite, check_integer, check_within
-from hf_sparseprior.config_keys import shortened
-from hf_sparseprior.files import read_json_object
-from hf_sparseprior.json_types import fits, hint_name
-from hf_sparseprior.limits import check_limit
+from hf_sparseprior.base.checks import check_finite, check_integer, check_within
+from hf_sparseprior.base.config_keys import shortened
+from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_types import fits, hint_name
+from hf_sparseprior.base.limits import check_limit
 
 # Fields of LoRA for language models alone.
 TEXT = ("trainable_token_indices", "alora_invocation_tokens", "layer_replication", "megatron_config")

@@ -37,10 +37,10 @@ from hf_sparseprior.adapters.stock_timesformer import timesformer_attention
 from hf_sparseprior.adapters.stock_timm import FORWARDS, class_path
 from hf_sparseprior.adapters.timm_encoder import has_timm
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
-from hf_sparseprior.extras import EXTRAS, resolve_extras
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.prior import parse_prior, resolve_prior
-from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.base.extras import EXTRAS, resolve_extras
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.prior import parse_prior, resolve_prior
 
 Model = TypeVar("Model", bound=nn.Module)
 

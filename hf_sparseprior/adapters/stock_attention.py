@@ -16,11 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from hf_sparseprior.adapters.token_layout import TokenLayout
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.resolved import ResolvedPrior
-from hf_sparseprior.saved_config import PRIOR_RECORD
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.saving.saved_config import PRIOR_RECORD
 
 # The name in `AttentionInterface`, and in config.json of models saved with a prior. Where this package is missing,
 # transformers refuses the name in words that quote it, so it is the package's.

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_sparseprior.adapters.stock_families import STOCK_FAMILIES, StockFamily, family_names
 from hf_sparseprior.adapters.timm_encoder import TimmEncoder, timm_encoder, timm_names
 from hf_sparseprior.adapters.token_layout import TokenLayout, patch_projection
-from hf_sparseprior.attention import PriorAttention
+from hf_sparseprior.priors.layer import PriorAttention
 
 SINGLE_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")  # parameters of embeddings
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_sparseprior.families import VIT_NAMES, ProjectionNames
+from hf_sparseprior.base.families import VIT_NAMES, ProjectionNames
 
 # Names as in transformers 5.
 DINO_NAMES = ProjectionNames(mlp=("mlp.fc1", "mlp.fc2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))

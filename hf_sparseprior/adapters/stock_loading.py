@@ -44,9 +44,9 @@ from hf_sparseprior.adapters.stock_attention import (
     stock_priors,
 )
 from hf_sparseprior.adapters.stock_saving import LOADER, OLD_LOADER, SCALARS_FILE, scalars_of
-from hf_sparseprior.config_keys import config_file
-from hf_sparseprior.loading import load_pretrained
-from hf_sparseprior.saved_config import check_record, check_saved_config, check_stock_fields
+from hf_sparseprior.base.config_keys import config_file
+from hf_sparseprior.base.loading import load_pretrained
+from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
 
 LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 

@@ -32,9 +32,9 @@ from hf_sparseprior.adapters.stock_attention import (
     applied_prior,
     stock_priors,
 )
-from hf_sparseprior.files import write_bytes
-from hf_sparseprior.model_card import add_requirement
-from hf_sparseprior.saved_config import PRIOR_LOADERS
+from hf_sparseprior.base.files import write_bytes
+from hf_sparseprior.saving.card import add_requirement
+from hf_sparseprior.saving.saved_config import PRIOR_LOADERS
 
 SCALARS_FILE = "sparse_prior.safetensors"
 SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, StockPrior
-from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.attention.request import AttentionRequest
 
 
 def timesformer_attention(module: Any, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, ...]:

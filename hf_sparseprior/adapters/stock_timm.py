@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, StockPrior, within_regions
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
 
 
 def class_path(module: nn.Module) -> str:

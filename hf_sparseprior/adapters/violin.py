@@ -34,14 +34,14 @@ from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach
 from hf_sparseprior.adapters.stock_attention import Applied
 from hf_sparseprior.adapters.stock_encoder import find_encoder
-from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
-from hf_sparseprior.base_config import BaseConfig
-from hf_sparseprior.decay import DECAYS, Decay, make_decay, resolve_decay
-from hf_sparseprior.files import read_json_object
-from hf_sparseprior.model_card import add_adapter_requirement
-from hf_sparseprior.prior import is_prior_weight, parse_prior, resolve_prior
-from hf_sparseprior.resolved import ResolvedDecay, Time
-from hf_sparseprior.supports import check_time
+from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.resolved import ResolvedDecay, Time
+from hf_sparseprior.models.base_config import BaseConfig
+from hf_sparseprior.patterns.decay import DECAYS, Decay, make_decay, resolve_decay
+from hf_sparseprior.patterns.supports import check_time
+from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
+from hf_sparseprior.priors.prior import is_prior_weight, parse_prior, resolve_prior
+from hf_sparseprior.saving.card import add_adapter_requirement
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors serve adapters alone
 PEFT_ROOT = "base_model.model."  # what a PeftModel puts before the names of its model
@@ -57,9 +57,9 @@ class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this 
 # ---- configs --------------------------------------------------------------------------------------------------------
 
 DECAY_HELP = (
-    "The decay: 'violin', another name of hf_sparseprior.decay.DECAYS, or a dict of a name and settings, as in a "
-    "prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says otherwise, "
-    "`init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
+    "The decay: 'violin', another name of hf_sparseprior.patterns.decay.DECAYS, or a dict of a name and settings, as "
+    "in a prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says "
+    "otherwise, `init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
 )
 TIME_HELP = (
     "How the decay sees the frames of a clip that attention sees together, as `time` of a prior: 'frame', 'clip' or "

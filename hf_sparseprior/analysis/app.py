@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import app_figures
-from hf_sparseprior.command import USER_ERRORS, one_line
-from hf_sparseprior.families import presets
-from hf_sparseprior.prior import prior_names
+from hf_sparseprior.base.families import presets
+from hf_sparseprior.cli.command import USER_ERRORS, one_line
+from hf_sparseprior.priors.prior import prior_names
 
 MODELS = ("vit_tiny fibottention", "vit_tiny violin")  # if none are given
 MOST_HEADS, MOST_PIXELS, MOST_SIZES, MOST_UPLOADED = 32, 2048, 8, "20mb"

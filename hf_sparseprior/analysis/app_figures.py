@@ -18,11 +18,11 @@ from hf_sparseprior.analysis.costs_measured import seconds_per_call
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights, connectivity, find_attention
 from hf_sparseprior.analysis.predicted_cost import Twin, call_of, predicted_costs
-from hf_sparseprior.arguments import make_parser
-from hf_sparseprior.families import preset_family, presets
-from hf_sparseprior.image_processor import image_processor_settings, takes_clips
-from hf_sparseprior.pretrained import load_whole_model
-from hf_sparseprior.saved_processor import load_image_processor
+from hf_sparseprior.base.families import preset_family, presets
+from hf_sparseprior.cli.arguments import make_parser
+from hf_sparseprior.models.pretrained import load_whole_model
+from hf_sparseprior.saving.processor import image_processor_settings, takes_clips
+from hf_sparseprior.saving.saved_processor import load_image_processor
 
 MOST_HEADS = 6  # that are drawn
 BUDGET = 1.0  # seconds for the rounds of one prediction

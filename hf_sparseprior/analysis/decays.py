@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.analysis.layers import attention_layers, find_attention
-from hf_sparseprior.attention_plan import AttentionPlan, decay_positions
-from hf_sparseprior.decay import Decay, decay_mask, decay_weights
-from hf_sparseprior.resolved import Settings
+from hf_sparseprior.attention.plan import AttentionPlan, decay_positions
+from hf_sparseprior.base.resolved import Settings
+from hf_sparseprior.patterns.decay import Decay, decay_mask, decay_weights
 
 
 @torch.no_grad()

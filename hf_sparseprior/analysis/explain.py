@@ -16,19 +16,16 @@ from torch import Tensor
 from hf_sparseprior.analysis import explain_time, pictures
 from hf_sparseprior.analysis.decays import position_names
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.checks import check_integer, check_keys
-from hf_sparseprior.costs import AttentionCosts
-from hf_sparseprior.curves import curve_names, curve_rank
-from hf_sparseprior.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.limits import check_sides, check_size
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.masks import attended_pairs, count_nonzeros, lonely_rows, pruning_ratio, self_rows
-from hf_sparseprior.predictor import PREDICTORS
-from hf_sparseprior.prior import parse_prior, predictor_or_mixer, resolve_prior
-from hf_sparseprior.resolved import Resolved, ResolvedSupport, Time, own_settings
-from hf_sparseprior.supports import (
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.base.checks import check_integer, check_keys
+from hf_sparseprior.base.costs import AttentionCosts
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.limits import check_sides, check_size
+from hf_sparseprior.base.resolved import Resolved, ResolvedSupport, Time, own_settings
+from hf_sparseprior.patterns.curves import curve_names, curve_rank
+from hf_sparseprior.patterns.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
+from hf_sparseprior.patterns.masks import attended_pairs, count_nonzeros, lonely_rows, pruning_ratio, self_rows
+from hf_sparseprior.patterns.supports import (
     build_mask,
     frame_pairs,
     layer_order,
@@ -38,7 +35,10 @@ from hf_sparseprior.supports import (
     support_notes,
     support_settings,
 )
-from hf_sparseprior.token_order import RASTER
+from hf_sparseprior.patterns.token_order import RASTER
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.predictor import PREDICTORS
+from hf_sparseprior.priors.prior import parse_prior, predictor_or_mixer, resolve_prior
 
 # Patches of a 64x64 grid; beyond that the N x N pictures take minutes and gigabytes.
 LARGEST_PICTURE = 4096

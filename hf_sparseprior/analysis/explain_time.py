@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig
 
 from hf_sparseprior.analysis.predicted_cost import PASSES, Cost, predicted_costs
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.families import family_of, preset_family
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.families import family_of, preset_family
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 
 PATCH = 16  # pixels of a patch where no preset says it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -25,17 +25,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
-from hf_sparseprior.costs import AttentionCosts
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.families import family_of
-from hf_sparseprior.layer_sizes import LayerSizes
-from hf_sparseprior.masks import Pairs, attended_pairs
-from hf_sparseprior.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
-from hf_sparseprior.resolved import ResolvedDecay, ResolvedPrior
-from hf_sparseprior.supports import Pattern, frame_pairs, seen_pairs, support_of_heads, support_pattern
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.costs import AttentionCosts
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.base.layer_sizes import LayerSizes
+from hf_sparseprior.base.resolved import ResolvedDecay, ResolvedPrior
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.masks import Pairs, attended_pairs
+from hf_sparseprior.patterns.supports import Pattern, frame_pairs, seen_pairs, support_of_heads, support_pattern
+from hf_sparseprior.priors.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 
 
 @dataclass(frozen=True)

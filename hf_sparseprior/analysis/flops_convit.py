@@ -17,10 +17,10 @@ from hf_sparseprior.analysis.flops import (
     count_layers,
     image_grid,
 )
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.configuration_sparseprior_convit import SparsePriorConvitConfig
-from hf_sparseprior.prior import PriorSpec, resolve_prior
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
+from hf_sparseprior.priors.prior import PriorSpec, resolve_prior
 
 
 def convit_flops(

@@ -17,11 +17,11 @@ from hf_sparseprior.analysis.flops import (
     decay_operations,
     image_sides,
 )
-from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerConfig, map_sizes
-from hf_sparseprior.layer_sizes import STEM_WIDTH, VALUE_WIDTH
-from hf_sparseprior.prior import PriorSpec, Stage, predictor_or_mixer, resolve_stages
-from hf_sparseprior.resolved import ResolvedPrior
-from hf_sparseprior.supports import support_pattern
+from hf_sparseprior.base.layer_sizes import STEM_WIDTH, VALUE_WIDTH
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig, map_sizes
+from hf_sparseprior.patterns.supports import support_pattern
+from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, resolve_stages
 
 
 def iformer_flops(

@@ -21,11 +21,11 @@ from hf_sparseprior.analysis.flops import (
     image_sides,
     layer_patterns,
 )
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.configuration_sparseprior_swin import SparsePriorSwinConfig
-from hf_sparseprior.layer_sizes import LayerSizes
-from hf_sparseprior.prior import PriorSpec, Stage, predictor_or_mixer
-from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.base.layer_sizes import LayerSizes
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
+from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer
 
 
 def swin_flops(

@@ -17,11 +17,11 @@ from hf_sparseprior.analysis.flops import (
     embedding_products,
     image_grid,
 )
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.prior import PriorSpec, resolve_prior
-from hf_sparseprior.resolved import ResolvedPrior
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
+from hf_sparseprior.priors.prior import PriorSpec, resolve_prior
 
 
 def timesformer_flops(

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE
 from hf_sparseprior.adapters.stock_encoder import find_encoder, num_heads_of
-from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
-from hf_sparseprior.attention_plan import plan_table
-from hf_sparseprior.attention_request import from_layout
-from hf_sparseprior.prior import prior_name
-from hf_sparseprior.resolved import ResolvedPrior
-from hf_sparseprior.token_order import RASTER
+from hf_sparseprior.attention.plan import plan_table
+from hf_sparseprior.attention.request import from_layout
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.patterns.token_order import RASTER
+from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
+from hf_sparseprior.priors.prior import prior_name
 
 # Names of the linear layer after the heads, in our models and in transformers'.
 PROJECTIONS = ("o_proj", "out_proj")

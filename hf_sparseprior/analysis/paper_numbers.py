@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_sparseprior.analysis.flops import ModelFlops, model_flops
-from hf_sparseprior.configuration_sparseprior_convit import SparsePriorConvitConfig
-from hf_sparseprior.configuration_sparseprior_iformer import SparsePriorIformerConfig
-from hf_sparseprior.configuration_sparseprior_swin import SUPPORT_STAGES, SparsePriorSwinConfig
-from hf_sparseprior.families import preset_family
-from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
-from hf_sparseprior.sparsifiner import Sparsifiner
-from hf_sparseprior.supports import head_offsets
-from hf_sparseprior.token_pruning import EViT
+from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
+from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
+from hf_sparseprior.models.configuration_sparseprior_swin import SUPPORT_STAGES, SparsePriorSwinConfig
+from hf_sparseprior.patterns.supports import head_offsets
+from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
+from hf_sparseprior.priors.sparsifiner import Sparsifiner
+from hf_sparseprior.priors.token_pruning import EViT
 
 # Fibottention Figure 3: the models whose cost it draws over the resolution.
 FIGURE_3 = ("vit_base", "vit_tiny", "convit_base")

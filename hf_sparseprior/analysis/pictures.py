@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis.flops import ModelFlops
-from hf_sparseprior.curves import curve_rank
+from hf_sparseprior.patterns.curves import curve_rank
 
 INK = "#1b3a4b"
 ACCENT = "#c8553d"

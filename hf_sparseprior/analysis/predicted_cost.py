@@ -17,9 +17,9 @@ import torch
 from transformers import PretrainedConfig
 
 from hf_sparseprior.analysis.costs_measured import seconds_per_call, traced_bytes
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.families import family_of
-from hf_sparseprior.token_pruning import TokenPruning
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.priors.token_pruning import TokenPruning
 
 LEAST = 2  # layers of a kind; the first one alone keeps less in memory at once than those after it
 MORE = 2  # layers of a kind that are added

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest, listed_mask
-from hf_sparseprior.sparsifiner import Sparsifiner
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest, listed_mask
+from hf_sparseprior.priors.sparsifiner import Sparsifiner
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, MLP_WIDTH, WIDTH
 from hf_sparseprior.compression.units import Group, Units
-from hf_sparseprior.layer_sizes import HEAD_WIDTH, HEADS, MLP_WIDTH, WIDTH
 
 
 def compressed_config(config: Any, kept: Mapping[Group, Tensor]) -> Any:

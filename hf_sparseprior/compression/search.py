@@ -32,8 +32,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 
+from hf_sparseprior.base.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, VALUE_WIDTH, WIDTH
 from hf_sparseprior.compression.units import Group, Units
-from hf_sparseprior.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, VALUE_WIDTH, WIDTH
 
 # The kinds of units of each structure; most families have the first alone.
 KINDS = {

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.layer_sizes import HEAD_WIDTH, HEADS, MLP_WIDTH, WIDTH, UnitAxes, kind_and_step
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, MLP_WIDTH, WIDTH, UnitAxes, kind_and_step
 
 NORM_AXES: UnitAxes = {"weight": ((WIDTH,),), "bias": ((WIDTH,),)}
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.stock_attention import RECORD
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
-from hf_sparseprior.base_config import IMAGENET, as_pair
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.files import check_new, whole_file, whole_folder
 from hf_sparseprior.convert import (
     iformer,
     lvvit,
@@ -35,11 +36,10 @@ from hf_sparseprior.convert import (
     transformers_vit,
 )
 from hf_sparseprior.convert.common import ATTENTION_POOLING, base_prefix
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.files import check_new, whole_file, whole_folder
-from hf_sparseprior.image_processor import PROCESSOR
-from hf_sparseprior.pretrained import copy_weights, hub_hint
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.models.base_config import IMAGENET, as_pair
+from hf_sparseprior.models.pretrained import copy_weights, hub_hint
+from hf_sparseprior.priors.prior import is_prior_weight
+from hf_sparseprior.saving.processor import PROCESSOR
 
 # timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; timm_rotary,
 # which refuses most that it takes, after all others.

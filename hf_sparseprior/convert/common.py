@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_sparseprior.adapters.stock_attention import MARKER, RECORD
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.files import write_text
-from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from hf_sparseprior.loading import check_whole
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.loading import check_whole
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.priors.prior import is_prior_weight
+from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
 
 # Attention pooling of a source, which has no counterpart in ours: a part of the classifier, which can be dropped.
 ATTENTION_POOLING = "classifier.attention_pooling."

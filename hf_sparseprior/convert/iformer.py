@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from hf_sparseprior.convert.common import field_problems, plain_weights, refuse
 from hf_sparseprior.convert.timm_vit import replace_stem, swapped
+from hf_sparseprior.models.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 
 TARGETS = ("original",)
 FAMILY = SparsePriorIformerConfig.model_type

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.convert.common import base_prefix
-from hf_sparseprior.families import FAMILIES
 
 
 def is_ours(settings: dict[str, Any] | None) -> bool:

@@ -11,8 +11,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_timesformer import AttentionType, SparsePriorTimesformerConfig
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.convert.common import (
     ONLY_OURS,
     field_problems,
@@ -22,6 +20,8 @@ from hf_sparseprior.convert.common import (
     save_for_transformers,
     square_problems,
 )
+from hf_sparseprior.models.configuration_sparseprior_timesformer import AttentionType, SparsePriorTimesformerConfig
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 
 TARGETS = ("timesformer",)
 FAMILY = SparsePriorTimesformerConfig.model_type

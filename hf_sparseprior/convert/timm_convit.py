@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.configuration_sparseprior_convit import PRESETS, SparsePriorConvitConfig
+from hf_sparseprior.base.files import write_text
 from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.convert.timm_vit import data_fields, replace_stem, swapped
-from hf_sparseprior.files import write_text
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.models.configuration_sparseprior_convit import PRESETS, SparsePriorConvitConfig
 
 TARGETS = ("timm", "original")
 FAMILY = SparsePriorConvitConfig.model_type

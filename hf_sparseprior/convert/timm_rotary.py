@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.convert.common import IN_PLACE, one_if_square
 from hf_sparseprior.convert.timm_vit import HEADS, data_fields, rename_block, replace_stem, split_qkv
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 
 TARGETS: tuple[str, ...] = ()
 FAMILY = SparsePriorViTConfig.model_type

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.configuration_sparseprior_swin import SparsePriorSwinConfig
+from hf_sparseprior.base.files import write_text
 from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
 from hf_sparseprior.convert.timm_vit import data_fields, join_qkv, replace_stem, split_qkv, swapped
 from hf_sparseprior.convert.transformers_swin import our_table, their_table
-from hf_sparseprior.files import write_text
-from hf_sparseprior.relative_offsets import relative_offsets
-from hf_sparseprior.windows import window_regions
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
+from hf_sparseprior.patterns.relative_offsets import relative_offsets
+from hf_sparseprior.patterns.windows import window_regions
 
 TARGETS = ("timm", "original")
 FAMILY = SparsePriorSwinConfig.model_type

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
+from hf_sparseprior.base.files import write_text
 from hf_sparseprior.convert.common import (
     ATTENTION_POOLING,
     IN_PLACE,
@@ -28,7 +28,7 @@ from hf_sparseprior.convert.common import (
     plain_weights,
     refuse,
 )
-from hf_sparseprior.files import write_text
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 
 TARGETS = ("timm", "original")
 FAMILY = SparsePriorViTConfig.model_type

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert.common import (
     ONLY_OURS,
     field_problems,
@@ -27,6 +26,7 @@ from hf_sparseprior.convert.common import (
     refuse,
     save_for_transformers,
 )
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 
 KIND = "dinov3_vit"
 TARGETS = (KIND,)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import SiglipConfig, SiglipForImageClassification, SiglipVisionConfig, SiglipVisionModel
 
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert.common import (
     ATTENTION_POOLING,
     ONLY_OURS,
@@ -28,6 +27,7 @@ from hf_sparseprior.convert.common import (
     save_for_transformers,
     square_problems,
 )
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 
 TARGETS = ("siglip",)
 FAMILY = SparsePriorViTConfig.model_type

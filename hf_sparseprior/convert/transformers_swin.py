@@ -15,8 +15,6 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.convert.common import (
     field_problems,
     is_marker,
@@ -26,7 +24,9 @@ from hf_sparseprior.convert.common import (
     refuse,
     save_for_transformers,
 )
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
+from hf_sparseprior.priors.prior import is_prior_weight
 
 TARGETS = ("swin",)
 FAMILY = SparsePriorSwinConfig.model_type

@@ -16,7 +16,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.convert.common import (
     ONLY_OURS,
     field_problems,
@@ -29,6 +28,7 @@ from hf_sparseprior.convert.common import (
     save_for_transformers,
     square_problems,
 )
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 
 TARGETS = ("vit", "deit", "dinov2", "dinov2_with_registers")
 FAMILY = SparsePriorViTConfig.model_type

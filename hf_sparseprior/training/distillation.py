@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_sparseprior.checks import check_keys
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.predictor import Predictor
-from hf_sparseprior.pretrained import saved_family
-from hf_sparseprior.prior import pruning_of
-from hf_sparseprior.token_pruning import counted_patches, gather_tokens
+from hf_sparseprior.base.checks import check_keys
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.models.pretrained import saved_family
+from hf_sparseprior.priors.predictor import Predictor
+from hf_sparseprior.priors.prior import pruning_of
+from hf_sparseprior.priors.token_pruning import counted_patches, gather_tokens
 from hf_sparseprior.training.mixing import check_mixtoken
 
 # ---- the losses of the papers, of tensors ---------------------------------------------------------------------------

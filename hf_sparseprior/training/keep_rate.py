@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_sparseprior.token_pruning import EViT
+from hf_sparseprior.priors.token_pruning import EViT
 
 
 def scheduled_keep_rate(epoch: float, start: float, epochs: float, keep_rate: float) -> float:

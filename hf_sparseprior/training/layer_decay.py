@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.priors.prior import is_prior_weight
 
 # "layers.3", or within a stage "stages.1.layers.3"; stock Swin has "layers.1.blocks.3".
 _WITHIN = r"(?:layers|blocks|convolutions|final_convolutions)\.\d+"

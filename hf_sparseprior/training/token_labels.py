@@ -26,8 +26,8 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_sparseprior.files import write_bytes, write_text
-from hf_sparseprior.token_pruning import counted_patches, gather_tokens
+from hf_sparseprior.base.files import write_bytes, write_text
+from hf_sparseprior.priors.token_pruning import counted_patches, gather_tokens
 
 HEADER = "label_maps.json"
 IMAGES_PER_FILE = 4096

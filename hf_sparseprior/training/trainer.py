@@ -19,9 +19,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_sparseprior.adapters.stock_loading import from_pretrained
-from hf_sparseprior.families import family_of
-from hf_sparseprior.files import sync
-from hf_sparseprior.loading import check_whole
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.base.files import sync
+from hf_sparseprior.base.loading import check_whole
 from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite

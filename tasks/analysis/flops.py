@@ -26,10 +26,10 @@ from hf_sparseprior.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.families import preset_family, presets
-from hf_sparseprior.pretrained import saved_family
-from hf_sparseprior.prior import prior_name
+from hf_sparseprior.base.families import preset_family, presets
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.models.pretrained import saved_family
+from hf_sparseprior.priors.prior import prior_name
 from tasks.analysis import commands
 from tasks.analysis.commands import IMAGE_SIZES, PRESET_PRIOR
 from tasks.common.command import run_command

@@ -27,9 +27,9 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis.attention_maps import class_token_map, mean_query_map
 from hf_sparseprior.analysis.image_maps import Panel, darkened, draw_panels, with_heat
 from hf_sparseprior.analysis.layers import attention_weights
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.families import family_of
-from hf_sparseprior.image_processor import takes_clips
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.saving.processor import takes_clips
 from tasks.analysis import commands
 from tasks.analysis.maps import chosen
 from tasks.analysis.runs import (

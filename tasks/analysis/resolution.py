@@ -18,9 +18,9 @@ from PIL import Image
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.families import family_of
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from tasks.analysis import commands
 from tasks.analysis.trained import (
     Trained,

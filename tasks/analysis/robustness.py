@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.analysis import commands
 from tasks.analysis import robustness_pictures as pictures
 from tasks.analysis.commands import BENCHMARKS, CORRUPTIONS, SEVERITIES

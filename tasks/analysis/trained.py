@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from hf_sparseprior.files import file_sha256
-from hf_sparseprior.image_processor import PROCESSOR
-from hf_sparseprior.pretrained import check_classes
+from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.models.pretrained import check_classes
+from hf_sparseprior.saving.processor import PROCESSOR
 from tasks.analysis.runs import (
     base_folder,
     check_counts,

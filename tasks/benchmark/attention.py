@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.supports import resolve_support
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.patterns.supports import resolve_support
 from tasks.benchmark import commands, report
 from tasks.benchmark.contenders import (
     COPY,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.families import preset_family
+from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.training import StopRequest
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.benchmark import lone_process

@@ -23,7 +23,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.families import preset_family
+from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.training import StopRequest
 from tasks.benchmark import backbone_process, commands, records, report
 from tasks.benchmark.model import DENSE, preset_config

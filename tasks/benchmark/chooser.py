@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.files import write_text
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.base.files import write_text
 from tasks.benchmark import commands, report
 from tasks.benchmark.contenders import Problem, Setting, Size, chosen_backend, contenders, make_problem, timed_call
 from tasks.benchmark.records import TABLE, kept_of, measure_left, read_records, sole_use

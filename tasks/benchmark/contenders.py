@@ -1,6 +1,7 @@
 """Ways to compute attention over a support that `python -m tasks.benchmark.attention` compares.
 
-Shape letters as in `hf_sparseprior.ops`: B batch, H heads, D head width, N patch tokens, P prefix tokens, T = P + N.
+Shape letters as in `hf_sparseprior.attention.functional`: B batch, H heads, D head width, N patch tokens, P prefix
+tokens, T = P + N.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS, choose_backend
-from hf_sparseprior.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
-from hf_sparseprior.masks import self_rows
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.resolved import DecayTensors
-from hf_sparseprior.supports import resolve_support
+from hf_sparseprior.attention.choice import BACKENDS, choose_backend
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.resolved import DecayTensors
+from hf_sparseprior.patterns.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
+from hf_sparseprior.patterns.masks import self_rows
+from hf_sparseprior.patterns.supports import resolve_support
 
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 CPU = torch.device("cpu")

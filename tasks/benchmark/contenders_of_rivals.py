@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.families import preset_family
-from hf_sparseprior.runtimes import openvino_core
-from hf_sparseprior.supports import head_offsets, pruning_ratio
+from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.cli.runtimes import openvino_core
+from hf_sparseprior.patterns.supports import head_offsets, pruning_ratio
 from tasks.benchmark.model import DENSE, preset_config
 from tasks.benchmark.plain_attention import plain_attention
 from tasks.benchmark.timing import Call, SetUp

@@ -25,10 +25,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.deployment import DEPLOYMENT, deploy
-from hf_sparseprior.export import saved_source
-from hf_sparseprior.files import file_sha256, write_text
-from hf_sparseprior.runtimes import FORMATS, WEIGHTS
+from hf_sparseprior.base.files import file_sha256, write_text
+from hf_sparseprior.cli.deployment import DEPLOYMENT, deploy
+from hf_sparseprior.cli.export import saved_source
+from hf_sparseprior.cli.runtimes import FORMATS, WEIGHTS
 from tasks.benchmark import commands, report
 from tasks.benchmark.records import TABLE, kept_of, measure_left, read_records, sole_use
 from tasks.common.command import RunStopped, run_command

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.files import read_json_object, write_text
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.resolved import DecayTensors
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.files import read_json_object, write_text
+from hf_sparseprior.base.resolved import DecayTensors
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.priors.prior import resolve_prior
 from tasks.benchmark import commands, gpu_count, gpu_report, timing, window_contenders
 from tasks.benchmark.commands import BATCHES, COPY_BYTES
 from tasks.benchmark.contenders import Contender, Problem

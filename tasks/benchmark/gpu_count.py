@@ -63,8 +63,8 @@ NO_LAUNCH = (
 
 def attention_of(case: dict[str, Any], tokens: int, dtype: torch.dtype, heads: int) -> Callable[[bool], None]:
     """A function that runs one layer's attention, forward or backward; backward comes after forward."""
-    from hf_sparseprior.attention_request import AttentionRequest
-    from hf_sparseprior.ops import run_plan
+    from hf_sparseprior.attention.functional import run_plan
+    from hf_sparseprior.attention.request import AttentionRequest
     from tasks.benchmark import gpu
 
     plan = gpu.make_plan(case["support"], case.get("decay"), tokens, heads)
@@ -155,7 +155,7 @@ def compiling(launches: list[Launch]) -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
-    from hf_sparseprior.compiled_kernels import triton_device
+    from hf_sparseprior.attention.compiled_kernels import triton_device
 
     class Compiler:
         get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))

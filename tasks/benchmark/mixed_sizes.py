@@ -1,6 +1,6 @@
 """A batch of images of several sizes, in four ways: python -m tasks.benchmark.mixed_sizes
 
-packed      all of them in one sequence (hf_sparseprior.packing)
+packed      all of them in one sequence (hf_sparseprior.attention.packing)
 by size     a batch for each size that occurs
 one by one  each image alone
 padded      as many images, all of the largest one's size: what padding costs without the mask that it needs
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparseprior.base_config import as_pair
-from hf_sparseprior.families import preset_family
-from hf_sparseprior.packing import read_images
+from hf_sparseprior.attention.packing import read_images
+from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.models.base_config import as_pair
 from tasks.benchmark import commands, report
 from tasks.benchmark.model import preset_config
 from tasks.benchmark.timing import SetUp, measure

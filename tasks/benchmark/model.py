@@ -25,10 +25,10 @@ from transformers import AutoModelForImageClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS, register_backend, unregister_backend
+from hf_sparseprior.attention.choice import BACKENDS, register_backend, unregister_backend
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.convert.checkpoint import convert_checkpoint, target_formats
-from hf_sparseprior.families import preset_family
 from tasks.benchmark import commands, report
 from tasks.benchmark.commands import DENSE, STOCK
 from tasks.benchmark.timing import Call, Forecast, SetUp, free_memory, measure

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import choose_backend
-from hf_sparseprior.families import preset_family
-from hf_sparseprior.prior import parse_prior, resolve_prior
+from hf_sparseprior.attention.choice import choose_backend
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.priors.prior import parse_prior, resolve_prior
 from tasks.benchmark import commands, report
 from tasks.benchmark.model import preset_config
 from tasks.benchmark.timing import interleave, spread

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import register_backend, unregister_backend
-from hf_sparseprior.token_order import RASTER
+from hf_sparseprior.attention.choice import register_backend, unregister_backend
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.token_order import RASTER
 from tasks.benchmark.model import forced_backend
 
 PLAIN = "plain_rows"

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.predicted_cost import predicted_costs
-from hf_sparseprior.files import read_json_object, write_text
+from hf_sparseprior.base.files import read_json_object, write_text
 from tasks.benchmark import commands, report
 from tasks.benchmark.model import PASSES, Benchmark, Contender, preset_config
 from tasks.common.command import run_command

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 from tasks.benchmark import commands, report
 from tasks.benchmark.timing import SetUp, measure
 from tasks.common.command import run_command

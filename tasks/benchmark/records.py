@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.files import read_json_object, write_text
+from hf_sparseprior.base.files import read_json_object, write_text
 from hf_sparseprior.training import StopRequest
 from tasks.benchmark import report
 from tasks.benchmark.timing import free_memory, ratio_spread, spread

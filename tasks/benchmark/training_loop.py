@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, get_scheduler
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.command import USER_ERRORS, report_error
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.cli.command import USER_ERRORS, report_error
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import (
     DrawSampler,
     Mixing,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.benchmark import commands, report
 from tasks.benchmark.clip_model import LONG, Clips, work
 from tasks.benchmark.clip_report import draw_clip_costs, table

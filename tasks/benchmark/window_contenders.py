@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention.plan import AttentionPlan
 from tasks.benchmark.contenders import FLEX_BLOCK, Contender, Problem, along_offsets, flex_can_run
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.claims import commands
 from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
 from tasks.claims.kinds import (

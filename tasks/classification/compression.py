@@ -16,10 +16,10 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainerCallback
 
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.checks import check_finite, check_integer
+from hf_sparseprior.base.checks import check_finite, check_integer
+from hf_sparseprior.base.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, WIDTH
 from hf_sparseprior.compression import MaskSearch, SearchCallback, compressed_config, compressed_model
 from hf_sparseprior.compression.search import PUBLISHED, check_search
-from hf_sparseprior.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, WIDTH
 from tasks.classification.distillation import DistillationConfig
 from tasks.common.config import Config
 from tasks.common.plots import draw_kept

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import default_data_collator
 
-from hf_sparseprior.image_processor import image_processor_settings
+from hf_sparseprior.saving.processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 from tasks.common.hf_run import draw_sampler, make_collator

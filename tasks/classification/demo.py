@@ -24,9 +24,9 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import learned_decay_masks
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from hf_sparseprior.kernels import diagonal_cpu
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.supports import build_mask
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification import commands, demo_speed
 from tasks.classification.config import load_config

@@ -8,8 +8,8 @@ from typing import Any
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from hf_sparseprior.checks import check_finite
-from hf_sparseprior.pretrained import check_saved_folder
+from hf_sparseprior.base.checks import check_finite
+from hf_sparseprior.models.pretrained import check_saved_folder
 from hf_sparseprior.training.distillation import (
     Distillation,
     Teacher,

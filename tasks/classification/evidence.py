@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.classification import commands
 from tasks.classification.compare import load_comparison
 from tasks.common.command import run_command

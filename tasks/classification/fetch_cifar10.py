@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_sparseprior.command import USER_ERRORS, report_error
+from hf_sparseprior.cli.command import USER_ERRORS, report_error
 from tasks.classification import commands
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.cifar import (

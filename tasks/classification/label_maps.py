@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.files import file_sha256
-from hf_sparseprior.pretrained import check_saved_folder, load_whole_model, saved_family
+from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.models.pretrained import check_saved_folder, load_whole_model, saved_family
 from hf_sparseprior.training import LabelMaps, MapHeader, write_label_maps
 from hf_sparseprior.training.token_labels import (
     IMAGES_PER_FILE,

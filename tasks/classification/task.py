@@ -11,8 +11,8 @@ from transformers import AutoModelForImageClassification, set_seed
 
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.compression.search import SEARCH_FILE
-from hf_sparseprior.pretrained import weights_sha256
-from hf_sparseprior.saved_processor import load_image_processor
+from hf_sparseprior.models.pretrained import weights_sha256
+from hf_sparseprior.saving.saved_processor import load_image_processor
 from hf_sparseprior.training.mixing import check_mixtoken
 from tasks.classification.commands import TRAINS
 from tasks.classification.compression import (

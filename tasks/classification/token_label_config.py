@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_sparseprior.checks import check_finite
+from hf_sparseprior.base.checks import check_finite
 
 
 @dataclass

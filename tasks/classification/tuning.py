@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.utils import parse_flag_from_env
 
 from hf_sparseprior.adapters.lora import check_settings, classifier_names, decay_names, import_peft, lora_config
-from hf_sparseprior.prior import parse_prior
+from hf_sparseprior.priors.prior import parse_prior
 
 LOW_RANK = ("lora", "dora")
 METHODS = ("full", "linear", *LOW_RANK, "violin")

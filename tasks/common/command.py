@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from hf_sparseprior.command import USER_ERRORS, report_error
+from hf_sparseprior.cli.command import USER_ERRORS, report_error
 
 
 class RunStopped(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.metrics import unpack_correct
 from tasks.common.paired import ACCURACY, Difference, difference_summary, difference_table, differences

@@ -33,8 +33,8 @@ from typing import Any
 
 import yaml
 
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.command import USER_ERRORS, report_error
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.cli.command import USER_ERRORS, report_error
 from tasks.common import commands
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.pretrained import check_classes, check_saved_folder, load_whole_model, weights_sha256
+from hf_sparseprior.models.pretrained import check_classes, check_saved_folder, load_whole_model, weights_sha256
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, Split, named_metrics

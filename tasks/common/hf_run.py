@@ -25,9 +25,9 @@ from accelerate import PartialState
 from transformers import ProgressCallback, TrainerCallback, default_data_collator, get_scheduler
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.files import file_sha256, sync, write_text
-from hf_sparseprior.model_card import CARD, model_card
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.base.files import file_sha256, sync, write_text
+from hf_sparseprior.models.pretrained import load_whole_model
+from hf_sparseprior.saving.card import CARD, model_card
 from hf_sparseprior.training import (
     DrawSampler,
     OneLineProgress,

@@ -15,9 +15,9 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
 
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.analysis.layers import attention_layers
-from hf_sparseprior.families import FAMILIES, Family, preset_family
-from hf_sparseprior.model_card import add_adapter_requirement
-from hf_sparseprior.pretrained import saved_family
+from hf_sparseprior.base.families import FAMILIES, Family, preset_family
+from hf_sparseprior.models.pretrained import saved_family
+from hf_sparseprior.saving.card import add_adapter_requirement
 
 # Keys of a section that describes a model, besides the fields of its family's config.
 FAMILY_KEYS = ("family", "preset", "pretrained")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.common.environment import command_line, environment
 from tasks.common.upgrade import RESULTS_VERSION, upgraded, validation_name
 

@@ -18,8 +18,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import distributed
 
-from hf_sparseprior.command import USER_ERRORS
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.cli.command import USER_ERRORS
 from hf_sparseprior.training.trainer import PROCESSES_FILE
 from tasks.common.command import first_line
 from tasks.common.config import config_name

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hf_sparseprior.files import whole_folder
+from hf_sparseprior.base.files import whole_folder
 from tasks.common.images.vtab_tasks import TASKS
 
 VTAB_TASK = "clevr_count"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.analysis.pictures import INK, pyplot, save
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.fullsize.configs import Group
 
 TABLE, PICTURE = "TABLE.md", "fullsize.png"

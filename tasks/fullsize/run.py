@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from hf_sparseprior.command import USER_ERRORS, one_line
+from hf_sparseprior.cli.command import USER_ERRORS, one_line
 from hf_sparseprior.training import StopRequest
 from tasks.common.command import RunStopped, run_command
 from tasks.common.environment import command_line, environment

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.families import preset_family
-from hf_sparseprior.files import whole_folder
+from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.base.files import whole_folder
 from tasks.common.images.model import build_model
 from tasks.common.images.processor import make_processor
 from tasks.fullsize.configs import PaperRun

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_sparseprior import heads
-from hf_sparseprior.checks import check_within
-from hf_sparseprior.pretrained import check_saved_folder
+from hf_sparseprior.base.checks import check_within
+from hf_sparseprior.models import heads
+from hf_sparseprior.models.pretrained import check_saved_folder
 from tasks.common.config import Config, check_known, check_trainer, trainer_keys
 from tasks.common.images.sections import field_names
 from tasks.common.mm.scenes import SceneSettings

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from hf_sparseprior.files import write_text
-from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
 from tasks.common.coco import CocoFile
 
 IGNORED = 255

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from hf_sparseprior import heads
-from hf_sparseprior.files import read_json_object
-from hf_sparseprior.model_card import model_index
-from hf_sparseprior.pretrained import weights_sha256
+from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.models import heads
+from hf_sparseprior.models.pretrained import weights_sha256
+from hf_sparseprior.saving.card import model_index
 from hf_sparseprior.training import SparsePriorTrainer
 from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler

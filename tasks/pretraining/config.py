@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_sparseprior.checks import check_boolean, check_finite, check_integer
+from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer
 from tasks.common.config import FINAL, Config, check_known, check_trainer, trainer_keys
 from tasks.common.images.augmentation import EVAL_CROP_RATIOS, check_range
 from tasks.common.images.config import DataConfig

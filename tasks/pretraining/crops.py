@@ -16,7 +16,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from hf_sparseprior.checks import check_finite, check_integer, check_within
+from hf_sparseprior.base.checks import check_finite, check_integer, check_within
 from hf_sparseprior.training import Draw
 from tasks.common.images.augmentation import largest_box
 from tasks.common.images.data import ImageDataset, Preparation

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from hf_sparseprior.prior import pruning_of
+from hf_sparseprior.priors.prior import pruning_of
 from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.pretraining.config import DinoConfig
 

@@ -17,8 +17,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
-from hf_sparseprior.pretrained import check_saved_folder, load_whole_model, weights_sha256
-from hf_sparseprior.saved_processor import load_image_processor
+from hf_sparseprior.models.pretrained import check_saved_folder, load_whole_model, weights_sha256
+from hf_sparseprior.saving.saved_processor import load_image_processor
 from tasks.common.command import run_command
 from tasks.common.config import FINAL, Config, apply_overrides, check_known, read_layers
 from tasks.common.images.config import DataConfig

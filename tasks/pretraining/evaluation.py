@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from hf_sparseprior.files import replace_durably
-from hf_sparseprior.image_processor import image_processor_settings
+from hf_sparseprior.base.files import replace_durably
+from hf_sparseprior.saving.processor import image_processor_settings
 from hf_sparseprior.training import Draw, DrawSampler
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.data import ImageDataset, Preparation

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import AutoModel, set_seed
 
-from hf_sparseprior.image_processor import image_processor_settings
-from hf_sparseprior.pretrained import check_saved_folder, load_changed_model
-from hf_sparseprior.saved_processor import load_image_processor
+from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model
+from hf_sparseprior.saving.processor import image_processor_settings
+from hf_sparseprior.saving.saved_processor import load_image_processor
 from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Prepared, Split, Tested, draw_sampler
 from tasks.common.images.config import DataConfig

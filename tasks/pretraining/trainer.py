@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.training import SparsePriorTrainer
 from tasks.common.hf_run import global_batch
 from tasks.pretraining.config import DinoConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.checks import check_finite, check_integer
+from hf_sparseprior.base.checks import check_finite, check_integer
 from hf_sparseprior.training.finite import STOP, check_setting
 from tasks.common.config import apply_overrides, check_known, check_text, read_layers
 from tasks.common.run_folder import default_output_dir

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.files import check_new, write_text
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.files import check_new, write_text
 from tasks.common.command import run_command
 from tasks.common.environment import command_line
 from tasks.common.locks import holder, locked

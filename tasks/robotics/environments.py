@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.doctor import gl_library
+from hf_sparseprior.cli.doctor import gl_library
 
 Observation = dict[str, np.ndarray]
 Bounds = tuple[np.ndarray, np.ndarray]  # lowest and highest numbers, float32 (size,)

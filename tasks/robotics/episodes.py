@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_sparseprior.command import USER_ERRORS
-from hf_sparseprior.files import replace_durably, write_text
+from hf_sparseprior.base.files import replace_durably, write_text
+from hf_sparseprior.cli.command import USER_ERRORS
 from tasks.common.locks import NoLocks, locked
 from tasks.common.processes import variables_set, visible_gpus
 from tasks.robotics.rollout import Episode

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.files import file_sha256
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.files import file_sha256
 from tasks.common.command import run_command
 from tasks.common.environment import environment
 from tasks.common.locks import turn

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.files import whole_folder, write_text
+from hf_sparseprior.base.files import whole_folder, write_text
 from tasks.common.command import run_command
 from tasks.robotics import commands
 from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, STATE, image_feature

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME
 
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.files import file_sha256, whole_folder, write_text
-from hf_sparseprior.pretrained import hub_hint, load_whole_model
+from hf_sparseprior.base.files import file_sha256, whole_folder, write_text
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
 from tasks.robotics.diffusion import Generators, denoise, first_noise, noise_scheduler, sampler
 from tasks.robotics.image_decoder import ImageDecoder
 from tasks.robotics.normalizer import ACTIONS, Normalizer

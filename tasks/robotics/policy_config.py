@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_sparseprior.checks import check_finite
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.families import Family
-from hf_sparseprior.limits import check_limit, check_size
+from hf_sparseprior.base.checks import check_finite
+from hf_sparseprior.base.families import Family
+from hf_sparseprior.base.limits import check_limit, check_size
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from tasks.common.models import section_family
 from tasks.robotics.diffusion import SAMPLERS
 

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, saved_family
+from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.command import run_command, tell_data

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, get_cosine_schedule_with_warmup
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_sparseprior.files import sync, whole_folder, write_text
+from hf_sparseprior.base.files import sync, whole_folder, write_text
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior import SparsePriorTimesformerConfig
-from hf_sparseprior.checks import check_boolean, check_integer
-from hf_sparseprior.configuration_sparseprior_vit import check_number
+from hf_sparseprior.base.checks import check_boolean, check_integer
+from hf_sparseprior.models.configuration_sparseprior_vit import check_number
 from hf_sparseprior.training import Mixing
 from tasks.common.config import FINAL, Config, check_known, check_trainer, load_sections, trainer_keys
 from tasks.common.images.augmentation import AugmentationConfig as ImageAugmentationConfig

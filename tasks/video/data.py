@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import Draw
 from tasks.common.config import FINAL
 from tasks.common.images.randaugment import Policy, randaugment

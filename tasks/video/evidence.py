@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.files import read_json_object, write_text
+from hf_sparseprior.base.files import read_json_object, write_text
 from tasks.common.command import run_command
 from tasks.common.comparison_table import spread
 from tasks.common.metrics import unpack_correct

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_sparseprior.checks import check_boolean, check_integer
-from hf_sparseprior.files import whole_folder, write_text
+from hf_sparseprior.base.checks import check_boolean, check_integer
+from hf_sparseprior.base.files import whole_folder, write_text
 from tasks.common.command import run_command
 from tasks.common.upgrade import validation_name
 from tasks.video import commands

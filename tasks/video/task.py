@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForVideoClassification, set_seed
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
-from hf_sparseprior.files import write_text
-from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from hf_sparseprior.pretrained import check_classes, check_saved_folder
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.models.pretrained import check_classes, check_saved_folder
+from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
 from tasks.common.config import FINAL, Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
 from tasks.common.images.model import from_scratch

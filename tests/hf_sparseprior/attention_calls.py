@@ -1,6 +1,6 @@
 """Calls of an attention layer and its parts as tests write them."""
 
-from hf_sparseprior.attention_request import AttentionRequest
+from hf_sparseprior.attention.request import AttentionRequest
 
 
 def attend(layer, q, k, v, grid, num_prefix_tokens=0, *, backend="auto", **fields):

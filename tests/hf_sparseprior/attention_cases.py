@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import DECAYS, resolve_decay
-from hf_sparseprior.ops import attention
-from hf_sparseprior.supports import (
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.supports import (
     MASK_FILLS,
     SUPPORTS,
     has_pairs,

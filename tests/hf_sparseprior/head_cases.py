@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from hf_sparseprior import heads
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.models import heads
 
 PRIOR = "fibottention+violin"
 SIDE = 64

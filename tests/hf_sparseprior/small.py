@@ -1,6 +1,6 @@
 """The smallest useful config of every family, for the tests that run over all of them."""
 
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
 
 VIT = {
     "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "image_size": 8,

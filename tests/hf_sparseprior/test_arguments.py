@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from hf_sparseprior import arguments, deployment, runtimes
 from hf_sparseprior.__main__ import COMMANDS, main
 from hf_sparseprior.analysis import explain_time
+from hf_sparseprior.cli import arguments, deployment, runtimes
+from hf_sparseprior.cli.doctor import REQUIRABLE
 from hf_sparseprior.convert import target_formats
-from hf_sparseprior.doctor import REQUIRABLE
 from tests.processes import ROOT
 
 HEAVY = {"torch", "transformers", "numpy", "matplotlib"}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import attention
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import SUPPORTS, build_mask, has_pairs
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, has_pairs
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]

@@ -6,11 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.pattern import SUPPORTS, register_support
-from hf_sparseprior.supports import resolve_support, shared_pattern
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.pattern import SUPPORTS, register_support
+from hf_sparseprior.patterns.supports import resolve_support, shared_pattern
 from tests.hf_sparseprior.attention_cases import CASES, brute_mask, gradients, make_leaves, make_plan
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForVideoClassification, TimesformerForVideoClassification, TrainerCallback
 
 import hf_sparseprior as sp
-from hf_sparseprior import compiled_kernels
+from hf_sparseprior.attention import compiled_kernels
 from hf_sparseprior.convert import convert_checkpoint
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.supports import head_offsets, layer_order
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.supports import head_offsets, layer_order
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.hf_sparseprior.test_time import radial_sees
 from tests.processes import launched, run_script

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from hf_sparseprior import compiled_kernels, ops
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS, Backend, Crossover, slower_than_dense
-from hf_sparseprior.compiled_kernels import diagonal_cpu, triton_device
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, resolve_support
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.attention.choice import BACKENDS, Backend, Crossover, slower_than_dense
+from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, triton_device
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, resolve_support
 from tests.hf_sparseprior.attention_cases import DECAY_VARIANTS, ON_DIAGONALS, PATTERNS, call, make_leaves, refusal
 
 PYTORCH = [name for name in BACKENDS if name not in ("cpp", "triton", "frames")]

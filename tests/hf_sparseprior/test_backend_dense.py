@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_sparseprior.curves import curve_names, curve_rank
-from hf_sparseprior.ops import attention
-from hf_sparseprior.supports import MASK_FILLS
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.patterns.curves import curve_names, curve_rank
+from hf_sparseprior.patterns.supports import MASK_FILLS
 from tests.hf_sparseprior.attention_cases import (
     CASES,
     DECAY_VARIANTS,

@@ -1,9 +1,9 @@
 import pytest
 
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.supports import MASK_FILLS
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import MASK_FILLS
 from tests.hf_sparseprior.attention_cases import ON_DIAGONALS, call, largest_tensor, make_leaves, make_plan
 
 

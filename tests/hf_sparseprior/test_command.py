@@ -4,7 +4,7 @@ import pytest
 
 from hf_sparseprior import __main__
 from hf_sparseprior.analysis import explain
-from hf_sparseprior.command import USER_ERRORS, one_line
+from hf_sparseprior.cli.command import USER_ERRORS, one_line
 
 COMMAND = ["explain", "nonsense", "--grid", "14x14", "--no-picture"]
 

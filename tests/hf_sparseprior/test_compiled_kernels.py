@@ -4,7 +4,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from hf_sparseprior import compiled_kernels, kernels, ops
+from hf_sparseprior import kernels
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.attention import functional as ops
 from hf_sparseprior.kernels import diagonal_cpu
 
 MODULES = ("decayed_cpu", "diagonal_cpu", "listed_cpu", "predicted_cpu", "triton_device")

@@ -15,7 +15,7 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
 from tests.hf_sparseprior.small import SMALL
 
 TINY = SMALL["sparseprior_vit"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from hf_sparseprior.configuration_sparseprior_vit import PRESETS
-from hf_sparseprior.curves import curve_names
-from hf_sparseprior.decay import DECAYS, INIT_PRESETS
-from hf_sparseprior.prior import SLOTS
-from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS
+from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.patterns.curves import curve_names
+from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS
+from hf_sparseprior.patterns.sequences import SEQUENCES
+from hf_sparseprior.patterns.supports import SUPPORTS
+from hf_sparseprior.priors.prior import SLOTS
 
 PRIORS = {f"{support}+{decay}": {"support": support, "decay": decay} for support in SUPPORTS for decay in DECAYS}
 PRIORS |= {f"{name} sequence": {"support": {"name": "fibottention", "sequence": name}} for name in SEQUENCES}

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_sparseprior.curves import (
+from hf_sparseprior.patterns.curves import (
     CLIP_CURVES,
     CURVES,
     TRANSPOSED_SUFFIX,
@@ -12,7 +12,7 @@ from hf_sparseprior.curves import (
     register_clip_curve,
     register_curve,
 )
-from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.patterns.decay import DECAYS
 
 checked = settings(max_examples=60, deadline=None, derandomize=True)
 side = st.integers(1, 30)

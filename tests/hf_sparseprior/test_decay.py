@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_sparseprior.curves import curve_names, curve_rank
-from hf_sparseprior.decay import (
+from hf_sparseprior.patterns.curves import curve_names, curve_rank
+from hf_sparseprior.patterns.decay import (
     DECAYS,
     INIT_KEYS,
     INIT_PRESETS,

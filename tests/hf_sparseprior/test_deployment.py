@@ -17,15 +17,15 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from hf_sparseprior import deployment, runtimes
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.decay import PLACEMENTS
-from hf_sparseprior.deployment import BACKENDS, DEPLOYMENT, trace
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.plain_operations import plain, plain_operations
-from hf_sparseprior.predictor import PREDICTORS, Predictor
-from hf_sparseprior.prior import prior_names
-from hf_sparseprior.runtimes import FORMATS, openvino_core
+from hf_sparseprior.attention.plain_operations import plain, plain_operations
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.cli import deployment, runtimes
+from hf_sparseprior.cli.deployment import BACKENDS, DEPLOYMENT, trace
+from hf_sparseprior.cli.runtimes import FORMATS, openvino_core
+from hf_sparseprior.patterns.decay import PLACEMENTS
+from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
+from hf_sparseprior.priors.prior import prior_names
 from tests.hf_sparseprior.small import SMALL, small
 from tests.hf_sparseprior.toys import registered_family, registered_support
 from tests.processes import ROOT, run_script, script
@@ -419,7 +419,7 @@ OVERLAPPING = """
 import faulthandler, gc, os, signal, sys
 from pathlib import Path
 import torch
-from hf_sparseprior.runtimes import FORMATS
+from hf_sparseprior.cli.runtimes import FORMATS
 
 faulthandler.enable()  # a stack of its own for handlers of signals, as pytest has
 received = []

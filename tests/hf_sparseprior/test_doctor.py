@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_sparseprior import doctor
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.cli import doctor
 from hf_sparseprior.kernels import build, diagonal_cpu
 
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForImageClassification
 
-from hf_sparseprior import compiled_kernels
 from hf_sparseprior.adapters import lora_config
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.models.pretrained import load_whole_model
 from tests.hf_sparseprior.small import small
 from tests.processes import run_script
 

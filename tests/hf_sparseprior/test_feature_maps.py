@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorTimesformerConfig
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.compression.units import Units
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.feature_maps import ChannelNorm, pad_to_patches, resampling
-from hf_sparseprior.pretrained import load_changed_model
+from hf_sparseprior.models.feature_maps import ChannelNorm, pad_to_patches, resampling
+from hf_sparseprior.models.pretrained import load_changed_model
 from tests.hf_sparseprior.small import SMALL, small
 
 PLAIN = ["sparseprior_vit", "sparseprior_convit"]

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from hf_sparseprior import files
+from hf_sparseprior.base import files
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_place_and_the_folder_after(tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_sparseprior import heads
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.models import heads
 from tests.hf_sparseprior import head_cases
 from tests.processes import run_script
 

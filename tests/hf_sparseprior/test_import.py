@@ -83,7 +83,7 @@ def test_every_public_name_exists(report):
 def test_log_level_comes_from_the_environment(tmp_path):
     script = """
 import torch
-from hf_sparseprior.ops import attention
+from hf_sparseprior.attention.functional import attention
 attention(*torch.randn(3, 1, 2, 16, 4), support="fibottention")
 """
     done = run_script(script, folder=tmp_path, package=True, environment={"SPARSEPRIOR_LOG": "debug"})

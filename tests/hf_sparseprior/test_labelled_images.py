@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hf_sparseprior.labelled_images import read_class_folders, read_image
+from hf_sparseprior.cli.labelled_images import read_class_folders, read_image
 
 APPLIES, IGNORES = SimpleNamespace(), SimpleNamespace(exif="ignore")
 PIXELS = np.arange(2 * 5 * 3, dtype=np.uint8).reshape(2, 5, 3)

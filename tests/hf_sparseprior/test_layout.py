@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
-from hf_sparseprior import attention_request
 from hf_sparseprior.analysis.layers import find_attention, watch_heads
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.base_config import BaseConfig
-from hf_sparseprior.extras import EXTRAS, Extra, register_extra
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.modeling_sparseprior_swin import SparsePriorSwinAttention
-from hf_sparseprior.prior import common_order, resolve_prior
-from hf_sparseprior.supports import build_mask, resolve_support
+from hf_sparseprior.attention import request as attention_request
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.base.extras import EXTRAS, Extra, register_extra
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.models.base_config import BaseConfig
+from hf_sparseprior.models.modeling_sparseprior_swin import SparsePriorSwinAttention
+from hf_sparseprior.patterns.supports import build_mask, resolve_support
+from hf_sparseprior.priors.prior import common_order, resolve_prior
 from tests.hf_sparseprior.attention_cases import assert_near
 
 HILBERT = {"name": "fibottention", "w_min": 1, "w_max": 6, "order": "hilbert"}

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoConfig
 
 import hf_sparseprior as sp
-from hf_sparseprior.configuration_sparseprior_vit import PRESETS
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.limits import LIMITS
-from hf_sparseprior.prior import prior_names
-from hf_sparseprior.sequences import monomials
-from hf_sparseprior.support_baselines import count_nonzeros, strided
-from hf_sparseprior.supports import SUPPORTS, resolve_support
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.limits import LIMITS
+from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.patterns.baselines import count_nonzeros, strided
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.sequences import monomials
+from hf_sparseprior.patterns.supports import SUPPORTS, resolve_support
+from hf_sparseprior.priors.prior import prior_names
 from tests.hf_sparseprior.small import SIZES, SMALL, small
 
 TINY = SMALL["sparseprior_vit"]

@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.convert import convert_checkpoint
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.locality import LocalityBranch
+from hf_sparseprior.priors.locality import LocalityBranch
 from tests.processes import run_script
 
 GRID = (3, 4)

@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.attention import PriorAttention, SparsePriorAttention
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
+from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from tests.hf_sparseprior.attention_calls import attend
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5

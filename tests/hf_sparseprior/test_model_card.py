@@ -9,8 +9,8 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from transformers import AutoModelForImageClassification
 
 import hf_sparseprior as sp
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.model_card import TAGS, model_card
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.saving.card import TAGS, model_card
 from tests.hf_sparseprior.adapters.stock_models import STOCK
 from tests.hf_sparseprior.small import small
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
-from hf_sparseprior import relative_offsets
 from hf_sparseprior.analysis.decays import learned_decay_masks, learned_decays
 from hf_sparseprior.analysis.layers import attention_weights, find_attention
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.patterns import relative_offsets
+from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.training.distillation import Distillation, Teacher
 from tests.timm_oracle import import_timm
 

@@ -7,12 +7,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
-from hf_sparseprior.blocks import BatchNorm
+from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.convert import iformer
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.prior import is_prior_weight
+from hf_sparseprior.models.blocks import BatchNorm
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.prior import is_prior_weight
 from tests.hf_sparseprior.iformer_oracle import DIMS, SMALL, published_forward, published_state
 
 # Trained parameters with 1000 labels, those without the batch norms that inference folds away, and multiply-adds at 224

@@ -8,10 +8,10 @@ import torch
 import transformers
 
 import hf_sparseprior as sp
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.prior import is_prior_weight
-from hf_sparseprior.supports import head_offsets, layer_order
-from hf_sparseprior.windows import window_regions, windowed_mask
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.supports import head_offsets, layer_order
+from hf_sparseprior.patterns.windows import window_regions, windowed_mask
+from hf_sparseprior.priors.prior import is_prior_weight
 
 SIZES = {
     "image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2, 2], "num_heads": [2, 2, 4], "window_size": 4,

@@ -24,13 +24,13 @@ from hf_sparseprior import (
     SparsePriorViTConfig,
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
-    compiled_kernels,
-    supports,
 )
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.cli.export import export_folder
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.convert.timesformer import rename
-from hf_sparseprior.export import export_folder
+from hf_sparseprior.patterns import supports
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.processes import run_script
 

@@ -35,10 +35,10 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import DECAYS, INIT_PRESETS
-from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS, build_mask, has_pairs
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS
+from hf_sparseprior.patterns.sequences import SEQUENCES
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, has_pairs
 from tests.processes import run_script
 
 # transformers 5.23 renames gradient_checkpointing_enable, which peft and older releases call.

@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.arguments import KINDS
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.curves import CURVES
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.names import HEADINGS, listed
-from hf_sparseprior.predictor import PREDICTORS
-from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.cli.arguments import KINDS
+from hf_sparseprior.cli.names import HEADINGS, listed
+from hf_sparseprior.patterns.curves import CURVES
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.sequences import SEQUENCES
+from hf_sparseprior.patterns.supports import SUPPORTS
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.predictor import PREDICTORS
 from tests.processes import ROOT
 
 REGISTERED = {

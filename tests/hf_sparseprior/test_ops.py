@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from hf_sparseprior import ops
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import attention
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, build_mask
+from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, build_mask
+from hf_sparseprior.priors.prior import resolve_prior
 from tests.hf_sparseprior.attention_cases import (
     DECAY_VARIANTS,
     FILLED,

@@ -8,15 +8,15 @@ from PIL import Image
 from transformers import pipeline
 
 import hf_sparseprior as sp
-from hf_sparseprior import attention
-from hf_sparseprior.blocks import DropPath
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.packing import Packing, as_patches, read_images
-from hf_sparseprior.predictor import PREDICTORS
-from hf_sparseprior.prior import parse_prior, pruning_of, resolve_prior
-from hf_sparseprior.supports import SUPPORTS
+from hf_sparseprior.attention.packing import Packing, as_patches, read_images
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.models.blocks import DropPath
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import SUPPORTS
+from hf_sparseprior.priors import layer as attention
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.predictor import PREDICTORS
+from hf_sparseprior.priors.prior import parse_prior, pruning_of, resolve_prior
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 
 SIZES = [(32, 48), (64, 64), (32, 48), (80, 16), (48, 32), (64, 64)]

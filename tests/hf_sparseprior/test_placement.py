@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.decay import (
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import attention, run_plan
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.decay import (
     DECAYS,
     PLACEMENTS,
     decay_mask,
@@ -21,8 +22,7 @@ from hf_sparseprior.decay import (
     resolve_decay,
     transposed_rank,
 )
-from hf_sparseprior.ops import attention, run_plan
-from hf_sparseprior.supports import build_mask, resolve_support
+from hf_sparseprior.patterns.supports import build_mask, resolve_support
 
 GRID, HEADS = (3, 4), 2
 SUPPORTS = {

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.decay import PLACEMENTS
-from hf_sparseprior.key_selection import largest
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.predictor import PREDICTORS, TopK
-from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
-from hf_sparseprior.supports import resolve_support
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.key_selection import largest
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.decay import PLACEMENTS
+from hf_sparseprior.patterns.supports import resolve_support
+from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.priors.predictor import PREDICTORS, TopK
+from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from tests.hf_sparseprior.attention_calls import attend
 
 GRID, HEADS = (3, 4), 2

@@ -11,7 +11,7 @@ from transformers import AutoModel, SwinConfig, SwinModel
 
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from hf_sparseprior.pretrained import (
+from hf_sparseprior.models.pretrained import (
     check_classes,
     check_saved_folder,
     copy_weights,

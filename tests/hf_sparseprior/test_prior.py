@@ -4,8 +4,9 @@ import json
 import numpy as np
 import pytest
 
-from hf_sparseprior.decay import DECAYS, resolve_decay
-from hf_sparseprior.prior import (
+from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, resolve_support
+from hf_sparseprior.priors.prior import (
     EXTRAS,
     MIXERS,
     PREDICTORS,
@@ -16,7 +17,6 @@ from hf_sparseprior.prior import (
     prior_pruning_ratio,
     resolve_prior,
 )
-from hf_sparseprior.supports import SUPPORTS, build_mask, resolve_support
 
 GRID = (6, 7)
 DENSE = {"support": "dense", "decay": None, "predictor": None, "mixer": "softmax", "extras": []}

@@ -10,13 +10,18 @@ from transformers import SwinConfig, SwinModel, ViTConfig, ViTMAEConfig, ViTMAEM
 
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.decay import DECAYS, decay_mask
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.relative_offsets import piecewise_index, relative_buckets, relative_offsets, relative_sinusoids
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.patterns.decay import DECAYS, decay_mask
+from hf_sparseprior.patterns.relative_offsets import (
+    piecewise_index,
+    relative_buckets,
+    relative_offsets,
+    relative_sinusoids,
+)
+from hf_sparseprior.patterns.supports import build_mask
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 from tests.hf_sparseprior.attention_calls import attend, make_request
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12

@@ -8,8 +8,8 @@ from transformers import DINOv3ViTConfig
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTRopePositionEmbedding, apply_rotary_pos_emb
 
 import hf_sparseprior as sp
+from hf_sparseprior.attention.rotary import RotaryPositions, rotate
 from hf_sparseprior.compression.units import Units
-from hf_sparseprior.rotary import RotaryPositions, rotate
 
 SMALL = {
     **{"image_size": (24, 32), "patch_size": 4, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3},

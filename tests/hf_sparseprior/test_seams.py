@@ -13,18 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTConfig, ViTModel
 
 import hf_sparseprior as sp
-from hf_sparseprior import families
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.analysis.flops import attention_parts, model_flops
 from hf_sparseprior.analysis.layers import find_attention
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.convert import convert_checkpoint
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import PLACEMENTS
-from hf_sparseprior.export import export_folder
-from hf_sparseprior.families import (
+from hf_sparseprior.base import families
+from hf_sparseprior.base.families import (
     FAMILIES,
     Family,
     family_of,
@@ -33,9 +28,14 @@ from hf_sparseprior.families import (
     register_family,
     unregister_family,
 )
-from hf_sparseprior.prior import prior_names, resolve_prior, resolve_stages
-from hf_sparseprior.resolved import Placement
-from hf_sparseprior.supports import support_notes
+from hf_sparseprior.base.resolved import Placement
+from hf_sparseprior.cli.export import export_folder
+from hf_sparseprior.convert import convert_checkpoint
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import PLACEMENTS
+from hf_sparseprior.patterns.supports import support_notes
+from hf_sparseprior.priors.prior import prior_names, resolve_prior, resolve_stages
 from hf_sparseprior.training.distillation import Teacher
 from hf_sparseprior.training.token_labels import patch_probabilities
 from tests.hf_sparseprior.small import small

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_sparseprior.fibottention import resolve_sequence
-from hf_sparseprior.sequences import (
+from hf_sparseprior.patterns.fibottention import resolve_sequence
+from hf_sparseprior.patterns.sequences import (
     SEQUENCES,
     SETTING_MINIMUM,
     fibonacci_terms,

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 import hf_sparseprior as sp
-from hf_sparseprior import compiled_kernels
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.attention_request import listed_mask
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.key_selection import largest_indices
-from hf_sparseprior.prior import prior_pruning_ratio, resolve_prior
-from hf_sparseprior.sparsifiner import Sparsifiner
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.key_selection import largest_indices
+from hf_sparseprior.attention.request import listed_mask
+from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
+from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from tests.hf_sparseprior.attention_calls import attend, make_request
 from tests.processes import run_script
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_sparseprior.fibottention import window_sizes
-from hf_sparseprior.masks import count_nonzeros, key_lists, mask_from_offsets, pruning_ratio, self_rows
-from hf_sparseprior.sequences import SEQUENCES, sequence_settings, wythoff_start
-from hf_sparseprior.support_baselines import _integers
-from hf_sparseprior.supports import (
+from hf_sparseprior.patterns.baselines import _integers
+from hf_sparseprior.patterns.fibottention import window_sizes
+from hf_sparseprior.patterns.masks import count_nonzeros, key_lists, mask_from_offsets, pruning_ratio, self_rows
+from hf_sparseprior.patterns.sequences import SEQUENCES, sequence_settings, wythoff_start
+from hf_sparseprior.patterns.supports import (
     COMMON_SETTINGS,
     MASK_FILLS,
     SUPPORTS,

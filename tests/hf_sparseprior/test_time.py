@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS, choose_backend
-from hf_sparseprior.curves import CLIP_CURVES, CURVES, curve_rank, register_curve
-from hf_sparseprior.decay import DECAYS, Decay, make_decay, register_decay, resolve_decay
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.prior import parse_prior, prior_name, resolve_prior
-from hf_sparseprior.radial import radial_count, radial_pairs
-from hf_sparseprior.resolved import TIMES
-from hf_sparseprior.supports import build_mask, head_offsets, own_grid, resolve_support, support_notes
+from hf_sparseprior.attention.choice import BACKENDS, choose_backend
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.resolved import TIMES
+from hf_sparseprior.patterns.curves import CLIP_CURVES, CURVES, curve_rank, register_curve
+from hf_sparseprior.patterns.decay import DECAYS, Decay, make_decay, register_decay, resolve_decay
+from hf_sparseprior.patterns.radial import radial_count, radial_pairs
+from hf_sparseprior.patterns.supports import build_mask, head_offsets, own_grid, resolve_support, support_notes
+from hf_sparseprior.priors.prior import parse_prior, prior_name, resolve_prior
 
 HEADS, GRID = 3, (4, 3, 5)
 TOKENS = 60
@@ -325,13 +325,13 @@ def test_a_decay_counts_in_what_would_not_fit(monkeypatch):
     made = make_decay(resolve_decay(DECAY_SPECS["violin"], GRID[1:]), HEADS)
     plan = AttentionPlan(HEADS, GRID, 0, support, made.settings, 1)
     request = AttentionRequest(q, k, v, plan, made())
-    monkeypatch.setattr("hf_sparseprior.backend_gather.LONGEST", 7 * plan.list_bytes)
+    monkeypatch.setattr("hf_sparseprior.attention.gather.LONGEST", 7 * plan.list_bytes)
     assert "would take 0.00 GiB" in BACKENDS["gather"].can_run(request)  # 8 times the lists, of 3 curves
     with torch.no_grad():
         assert BACKENDS["gather"].can_run(request) is None
     assert BACKENDS["frames"].can_run(request) is None
     monkeypatch.setenv("SPARSEPRIOR_MAX_TABLE_BYTES", str(7 * plan.list_bytes))
-    monkeypatch.setattr("hf_sparseprior.backend_gather.LONGEST", 2**40)
+    monkeypatch.setattr("hf_sparseprior.attention.gather.LONGEST", 2**40)
     with pytest.raises(
         ValueError, match=r"^a decay at the listed pairs of 60 patches would take .* bytes must be at most"
     ):

@@ -10,13 +10,20 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.curves import curve_names, curve_rank
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.ops import attention, run_plan
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, build_mask, head_offsets, layer_order, resolve_support
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import attention, run_plan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.patterns.curves import curve_names, curve_rank
+from hf_sparseprior.patterns.supports import (
+    MASK_FILLS,
+    SUPPORTS,
+    build_mask,
+    head_offsets,
+    layer_order,
+    resolve_support,
+)
+from hf_sparseprior.priors.prior import resolve_prior
 from tests.hf_sparseprior.attention_cases import assert_equals_reference, assert_near, make_plan, runnable
 from tests.hf_sparseprior.small import small
 
@@ -156,7 +163,7 @@ def test_where_the_grid_is_unknown():
 
 
 def test_two_dimensional_supports_have_no_order():
-    from hf_sparseprior.supports import register_support
+    from hf_sparseprior.patterns.supports import register_support
 
     try:
         register_support("toy_rows")(lambda num_heads, grid: [[0]] * num_heads)

@@ -15,15 +15,15 @@ import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.analysis.paper_numbers import masked_pruning_flops, preset_flops, unexplained_numbers
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.prior import pruning_of, resolve_prior
-from hf_sparseprior.supports import build_mask
-from hf_sparseprior.token_pruning import DynamicViT, EViT, TokenPruning, split_by_score
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.supports import build_mask
+from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.priors.prior import pruning_of, resolve_prior
+from hf_sparseprior.priors.token_pruning import DynamicViT, EViT, TokenPruning, split_by_score
 from hf_sparseprior.training import (
     Distillation,
     SparsePriorTrainer,

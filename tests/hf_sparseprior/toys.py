@@ -9,16 +9,16 @@ from transformers.backbone_utils import BackboneMixin
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.analysis.flops import ModelFlops, attention_parts
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.checks import check_integer
-from hf_sparseprior.configuration_sparseprior_vit import SparsePriorViTConfig
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import DECAYS, Decay, register_decay
-from hf_sparseprior.families import Family, ProjectionNames, register_family, unregister_family
-from hf_sparseprior.masks import attended_pairs
-from hf_sparseprior.modeling_sparseprior_vit import SparsePriorViTEmbeddings, SparsePriorViTPreTrainedModel
-from hf_sparseprior.prior import Stage, resolve_stages
-from hf_sparseprior.supports import SUPPORTS, Pattern, register_support, support_pattern
+from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.families import Family, ProjectionNames, register_family, unregister_family
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.models.modeling_sparseprior_vit import SparsePriorViTEmbeddings, SparsePriorViTPreTrainedModel
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import DECAYS, Decay, register_decay
+from hf_sparseprior.patterns.masks import attended_pairs
+from hf_sparseprior.patterns.supports import SUPPORTS, Pattern, register_support, support_pattern
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import Stage, resolve_stages
 
 HEADS, WIDTH, GRID = 2, 8, (3, 4)
 

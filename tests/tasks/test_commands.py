@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import tasks
-from hf_sparseprior.command import INSTALLS, one_line
+from hf_sparseprior.cli.command import INSTALLS, one_line
 from tests.processes import ROOT, Started
 
 # What the extras of tasks bring on top of `classification`, by the names under which it is imported.

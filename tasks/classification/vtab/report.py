@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.files import write_text
+from hf_sparseprior.base.files import write_text
 from tasks.classification.vtab import commands
 from tasks.classification.vtab.plan import Records, load_sweep, point_name
 from tasks.common.command import run_command

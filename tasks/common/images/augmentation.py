@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hf_sparseprior.checks import check_boolean, check_finite, check_integer
+from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer
 from hf_sparseprior.training import Mixing
 from hf_sparseprior.training.token_labels import FLIPPED, WHOLE, box_view
 from tasks.common.images.randaugment import parse_policy, randaugment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_sparseprior.checks import check_boolean, check_integer
+from hf_sparseprior.base.checks import check_boolean, check_integer
 from tasks.common.config import FINAL
 from tasks.common.images.vtab_tasks import STAGES, TASKS
 

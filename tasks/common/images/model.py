@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hf_sparseprior.adapters.lora import classifier_names
-from hf_sparseprior.checks import check_finite
-from hf_sparseprior.pretrained import check_saved_folder, load_changed_model, weights_sha256
+from hf_sparseprior.base.checks import check_finite
+from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, weights_sha256
 from tasks.common.models import FAMILY_KEYS, alike_across_priors, section_family
 
 # Keys of the section that are no fields of its family's config.

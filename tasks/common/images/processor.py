@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import BitImageProcessorPil, ViTImageProcessorPil
 
-from hf_sparseprior.image_processor import image_processor_settings
+from hf_sparseprior.saving.processor import image_processor_settings
 from tasks.common.images.config import Decoding
 
 

@@ -13,14 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
 
-from hf_sparseprior.checks import check_boolean, check_integer
-from hf_sparseprior.config_keys import config_keys
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
-from hf_sparseprior.feature_maps import pad_to_patches
-from hf_sparseprior.files import read_json_object
-from hf_sparseprior.predictor import Predictor
-from hf_sparseprior.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
+from hf_sparseprior.base.checks import check_boolean, check_integer
+from hf_sparseprior.base.config_keys import config_keys
+from hf_sparseprior.base.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
+from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.models.feature_maps import pad_to_patches
+from hf_sparseprior.models.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
+from hf_sparseprior.priors.predictor import Predictor
 from hf_sparseprior.training.distillation import learns_from_scores
 from tasks.common.mm.init_cfg import draw_weights, load_file_weights, read_init_cfg
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from mmengine.config import Config
 
-from hf_sparseprior.files import file_sha256
-from hf_sparseprior.pretrained import hub_hint
+from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.models.pretrained import hub_hint
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
 from tasks.common.mm.runner import QuietRunner, build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model

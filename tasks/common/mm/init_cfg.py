@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_sparseprior.configuration_sparseprior_vit import as_pair
-from hf_sparseprior.families import family_of
-from hf_sparseprior.pretrained import copy_weights, may_start_anew
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.models.pretrained import copy_weights, may_start_anew
 
 PRETRAINED = "Pretrained"
 SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")

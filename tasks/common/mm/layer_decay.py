@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_sparseprior.checks import check_within
+from hf_sparseprior.base.checks import check_within
 from hf_sparseprior.training.layer_decay import layer_depths
 from tasks.common.mm.backbone import MMBackbone
 

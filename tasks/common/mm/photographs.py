@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis.pictures import pyplot, save
-from hf_sparseprior.files import whole_folder, write_text
+from hf_sparseprior.base.files import whole_folder, write_text
 from tasks.common.command import run_command
 from tasks.common.locks import make_once
 from tasks.common.mm import commands

@@ -14,7 +14,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_sparseprior.feature_maps import ChannelNorm
+from hf_sparseprior.models.feature_maps import ChannelNorm
 
 
 @MODELS.register_module()

@@ -22,7 +22,7 @@ from mmengine.runner import BaseLoop, Runner
 from mmengine.utils.dl_utils import set_multi_processing
 from torch import distributed
 
-from hf_sparseprior.files import replace_durably
+from hf_sparseprior.base.files import replace_durably
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
 from tasks.common.command import first_line
 from tasks.common.mm.backbone import check_predictors

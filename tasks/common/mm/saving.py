@@ -12,8 +12,8 @@ from mmengine.config import Config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.files import sync
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.files import sync
 from tasks.common.mm.backbone import save_backbone
 from tasks.common.mm.config import as_json, for_frameworks
 from tasks.common.mm.loading import DATASET_META

@@ -23,7 +23,7 @@ from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from hf_sparseprior.files import file_sha256
+from hf_sparseprior.base.files import file_sha256
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, check_tested, run_identity
 from tasks.common.mm.runner import (
     build_runner,

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.files import check_new, file_sha256
+from hf_sparseprior.base.files import check_new, file_sha256
 from tasks.robotics.environments import Environment
 from tasks.robotics.formats.demonstrations import BrokenDemonstrations, Demonstrations
 from tasks.robotics.formats.episode import Episode

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.files import whole_file
+from hf_sparseprior.base.files import whole_file
 from tasks.common.command import first_line
 from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
 from tasks.robotics.environments import BASE_FRAME, POSE_ACTION

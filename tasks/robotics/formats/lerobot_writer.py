@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hf_sparseprior.files import whole_folder
+from hf_sparseprior.base.files import whole_folder
 from tasks.robotics.formats.demonstrations import import_package, validation_episodes
 from tasks.robotics.formats.episode import Episode
 from tasks.robotics.formats.lerobot_files import (

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters import lora_config
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
 from tests.hf_sparseprior.small import small
 
 IMAGES = [name for name, family in FAMILIES.items() if family.takes == "images"]

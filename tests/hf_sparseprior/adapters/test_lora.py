@@ -21,8 +21,8 @@ from hf_sparseprior import (
 )
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import known_projections
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.heads import make_head
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.models.heads import make_head
 from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.small import SMALL as SMALL_CONFIGS
 

@@ -14,8 +14,8 @@ from transformers import (
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, StockPrior, applied_prior
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.supports import build_mask
 from tests.hf_sparseprior.adapters.stock_models import STOCK, move_decays, output, visible_patches
 
 families = pytest.mark.parametrize("name", STOCK)

@@ -25,7 +25,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.adapters import stock_loading
 from hf_sparseprior.adapters.stock_attention import MARKER, PRIOR_MODULE, RECORD
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
-from hf_sparseprior.low_rank import MIXERS
+from hf_sparseprior.priors.low_rank import MIXERS
 from tests.hf_sparseprior.adapters.fresh_process import CLASSES
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, output, tiny_clip
 from tests.machine import same_machine

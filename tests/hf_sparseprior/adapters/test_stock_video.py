@@ -9,9 +9,9 @@ from transformers import AttentionInterface, TimesformerForVideoClassification, 
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import StockPrior, applied_prior
+from hf_sparseprior.base.resolved import TIMES
 from hf_sparseprior.convert import convert_checkpoint
-from hf_sparseprior.resolved import TIMES
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.supports import build_mask
 from tests.hf_sparseprior.adapters.stock_models import CLIP, SIZES, STOCK, move_decays, output
 
 TYPES = ["divided_space_time", "joint_space_time", "space_only"]

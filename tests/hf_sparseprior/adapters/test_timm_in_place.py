@@ -22,7 +22,7 @@ from transformers.utils import import_utils, is_timm_available
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.adapters.stock_attention import APPLIED, PRIOR_MODULE, StockPrior
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.supports import build_mask
 from tests.hf_sparseprior.adapters.stock_models import move_decays
 from tests.hf_sparseprior.adapters.test_stock import replicated
 from tests.hf_sparseprior.adapters.test_stock_attention import PRIORS, distances

@@ -25,9 +25,9 @@ from transformers import (
 import hf_sparseprior as sp
 from hf_sparseprior.adapters import lora_config, violin
 from hf_sparseprior.adapters.stock_attention import StockPrior
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.heads import make_head
+from hf_sparseprior.models.heads import make_head
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.training import SparsePriorTrainer
 from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY

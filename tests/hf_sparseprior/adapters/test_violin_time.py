@@ -8,8 +8,8 @@ import torch
 from transformers import Trainer, TrainingArguments, VideoMAEForVideoClassification
 
 import hf_sparseprior as sp
-from hf_sparseprior.attention import PriorAttention
-from hf_sparseprior.resolved import TIMES
+from hf_sparseprior.base.resolved import TIMES
+from hf_sparseprior.priors.layer import PriorAttention
 from tests.hf_sparseprior.adapters.stock_models import STOCK, output
 
 CURVES = {"name": "violin", "curves": ["hilbert", "snake_t"], "init": "moving"}

@@ -11,7 +11,7 @@ from PIL import Image
 
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis import app
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
 from tests import app_browser
 from tests.hf_sparseprior.small import small
 

@@ -7,8 +7,8 @@ from PIL import Image
 
 from hf_sparseprior.analysis import app_figures
 from hf_sparseprior.analysis.app_figures import attention_picture, open_model, prior_pictures, time_table
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.patterns.supports import build_mask
 from tests.hf_sparseprior.small import small
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)

@@ -16,7 +16,7 @@ from hf_sparseprior.analysis.attention_maps import (
 )
 from hf_sparseprior.analysis.boxes import inside_attention, patch_coverage
 from hf_sparseprior.analysis.layers import attention_weights, connectivity, find_attention
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.supports import build_mask
 from tests.hf_sparseprior.adapters.stock_models import STOCK
 
 GRID, PREFIX = (3, 5), 2

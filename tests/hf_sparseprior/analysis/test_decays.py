@@ -6,8 +6,8 @@ from safetensors.numpy import load_file
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.decays import learned_decays, position_names
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import resolve_decay
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import resolve_decay
 from tests.hf_sparseprior.adapters.stock_models import STOCK
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 32}

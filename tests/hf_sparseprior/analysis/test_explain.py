@@ -6,9 +6,9 @@ from PIL import Image
 
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis import explain, pictures
-from hf_sparseprior.curves import CURVES
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.supports import SUPPORTS, build_mask
+from hf_sparseprior.patterns.curves import CURVES
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
 
 
 def test_fibottention_prints_the_golden_numbers(capsys, tmp_path):

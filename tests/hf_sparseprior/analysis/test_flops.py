@@ -22,12 +22,19 @@ from hf_sparseprior.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
-from hf_sparseprior.configuration_sparseprior_vit import PRESETS
-from hf_sparseprior.decay import DECAYS, resolve_decay
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.masks import attended_pairs
-from hf_sparseprior.sequences import SEQUENCES
-from hf_sparseprior.supports import SUPPORTS, build_mask, head_offsets, layer_offsets, layer_pairs, resolve_support
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.masks import attended_pairs
+from hf_sparseprior.patterns.sequences import SEQUENCES
+from hf_sparseprior.patterns.supports import (
+    SUPPORTS,
+    build_mask,
+    head_offsets,
+    layer_offsets,
+    layer_pairs,
+    resolve_support,
+)
 
 SETTINGS = [
     *({"name": name} for name in SUPPORTS),

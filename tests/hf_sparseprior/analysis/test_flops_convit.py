@@ -13,10 +13,10 @@ from hf_sparseprior.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
-from hf_sparseprior.configuration_sparseprior_convit import PRESETS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.supports import SUPPORTS, build_mask
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.models.configuration_sparseprior_convit import PRESETS
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
+from hf_sparseprior.priors.low_rank import MIXERS
 
 SMALL = {
     "image_size": (28, 36), "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 5, "num_local_layers": 2,

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.supports import build_mask
 
 TYPES = ["divided_space_time", "joint_space_time", "space_only"]
 SIZES = {

@@ -6,7 +6,7 @@ import torch
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis.costs_measured import traced_bytes
 from hf_sparseprior.analysis.predicted_cost import PASSES, Twin, call_of, predicted_costs, twins
-from hf_sparseprior.families import preset_family, presets
+from hf_sparseprior.base.families import preset_family, presets
 
 CPU = torch.device("cpu")
 PRESETS = [("images", name) for name in presets()] + [("clips", name) for name in ("vit_tiny", "vit_large")]

@@ -11,7 +11,7 @@ from transformers import AutoModel
 from hf_sparseprior import SparsePriorConvitConfig, SparsePriorConvitForImageClassification, SparsePriorConvitModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
-from hf_sparseprior.pretrained import load_changed_model, load_whole_model
+from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model
 from tests.timm_oracle import import_timm
 
 SIZES = {"embed_dim": 4, "num_heads": 4, "depth": 3, "local_up_to_layer": 2, "img_size": 32, "patch_size": 8}

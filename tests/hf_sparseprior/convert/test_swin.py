@@ -28,7 +28,7 @@ import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorSwinConfig, SparsePriorSwinForImageClassification, SparsePriorSwinModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
-from hf_sparseprior.pretrained import load_changed_model, load_whole_model, saved_family
+from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model, saved_family
 from tests.timm_oracle import import_timm
 
 # Grids of 8x8 and 4x4 patches; the windows of the second layer are shifted.

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_dense import dense_decay
-from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.attention.dense import dense_decay
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import build, diagonal_cpu
-from hf_sparseprior.ops import attention
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import resolve_support
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import resolve_support
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 

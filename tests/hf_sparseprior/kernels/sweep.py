@@ -17,9 +17,9 @@ package.__path__ = [str(Path(__file__).parents[3] / "hf_sparseprior")]
 
 from conftest import Kernels
 
-from hf_sparseprior.decay import DECAYS
 from hf_sparseprior.kernels import diagonal_cpu
-from hf_sparseprior.supports import MASK_FILLS
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import MASK_FILLS
 
 cpp = Kernels("cpu", "cpp")
 

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from hf_sparseprior import ops
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import DECAYS, INIT_PRESETS, init_values
+from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS, init_values
 
 # Token counts around whole vectors of 16 keys and blocks of 32 rows, grids that are not square, one patch.
 GRIDS = [(1, 1), (1, 2), (2, 1), (3, 5), (4, 4), (1, 17), (1, 31), (4, 8), (3, 11), (7, 9), (8, 8), (5, 13), (14, 14)]

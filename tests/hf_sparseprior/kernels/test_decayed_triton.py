@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_sparseprior.curves import curve_rank
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import attention
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.patterns.curves import curve_rank
+from hf_sparseprior.patterns.decay import DECAYS
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from hf_sparseprior import ops
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.supports import MASK_FILLS, SUPPORTS, has_pairs, layer_offsets, resolve_support
+from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, has_pairs, layer_offsets, resolve_support
 
 GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14)]
 PATTERNS = [name for name in SUPPORTS if name != "dense" and not has_pairs(name)]

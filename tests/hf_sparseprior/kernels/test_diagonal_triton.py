@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.kernels import triton_device
-from hf_sparseprior.ops import attention
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import MASK_FILLS
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import MASK_FILLS
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 
 diagonal_triton = pytest.importorskip("hf_sparseprior.kernels.diagonal_triton")
 pytestmark = pytest.mark.slow

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.decay import DECAYS
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import listed_cpu
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.supports import resolve_support
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import resolve_support
 
 GRIDS = [(1, 1), (1, 2), (3, 5), (4, 4), (1, 17), (3, 11), (7, 9)]
 SUPPORTS = {

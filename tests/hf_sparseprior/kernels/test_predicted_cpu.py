@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from hf_sparseprior import compiled_kernels
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.attention_request import AttentionRequest, listed_mask
+from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.attention.request import AttentionRequest, listed_mask
 from hf_sparseprior.kernels import diagonal_cpu, predicted_cpu
-from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 
 PRIOR = {"predictor": {"name": "sparsifiner", "keep_rate": 0.1}}
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hf_sparseprior.attention import SparsePriorAttention
-from hf_sparseprior.attention_plan import AttentionPlan
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import attention, run_plan
-from hf_sparseprior.prior import resolve_prior
-from hf_sparseprior.supports import MASK_FILLS, resolve_support
+from hf_sparseprior.attention.functional import attention, run_plan
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import MASK_FILLS, resolve_support
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.prior import resolve_prior
 
 SUPPORTS = [
     "dense",

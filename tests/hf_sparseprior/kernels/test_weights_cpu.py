@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from hf_sparseprior.attention_plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.kernels import diagonal_cpu, weights_cpu
 from hf_sparseprior.kernels.calling import call, records
-from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.priors.prior import resolve_prior
 
 NAMES = ("positions_in_order", "signed_offsets", "offset_counts", "pair_begin")
 

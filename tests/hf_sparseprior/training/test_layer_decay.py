@@ -4,7 +4,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, layer_depths
 from tests.hf_sparseprior.small import small
 from tests.hf_sparseprior.test_every_family import IMAGES, images

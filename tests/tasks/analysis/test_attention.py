@@ -8,7 +8,7 @@ from PIL import Image
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.image_maps import darkened, with_heat
-from hf_sparseprior.supports import build_mask
+from hf_sparseprior.patterns.supports import build_mask
 from tasks.analysis.attention import attention_rows, main, query_rows
 from tasks.analysis.commands import parse_query
 from tasks.analysis.maps import chosen

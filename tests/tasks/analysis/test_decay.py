@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from transformers import ViTForImageClassification
 
 import hf_sparseprior as sp
-from hf_sparseprior.curves import curve_rank
+from hf_sparseprior.patterns.curves import curve_rank
 from tasks.analysis.decay import main
 from tests.tasks.analysis.conftest import kept_figures
 

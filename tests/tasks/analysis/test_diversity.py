@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import hf_sparseprior as sp
-from hf_sparseprior import ops
+from hf_sparseprior.attention import functional as ops
 from tasks.analysis.diversity import main, measure, spread
 from tasks.analysis.runs import open_models
 from tasks.common.images.config import DataConfig
@@ -87,7 +87,7 @@ def test_no_map_is_kept(runs, monkeypatch):
     asked = []
     run_plan = ops.run_plan
     monkeypatch.setattr(
-        "hf_sparseprior.attention.run_plan",
+        "hf_sparseprior.priors.layer.run_plan",
         lambda request, backend: asked.append(request.need_weights) or run_plan(request, backend),
     )
     arguments = Namespace(

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from hf_sparseprior import ops
+from hf_sparseprior.attention import functional as ops
 from tasks.benchmark import attention, commands, report
 from tasks.benchmark.contenders import COPY, DENSE, PASSES, Size
 

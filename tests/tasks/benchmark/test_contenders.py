@@ -3,11 +3,11 @@ import dataclasses
 import pytest
 import torch
 
-from hf_sparseprior.attention_request import AttentionRequest
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.ops import run_plan
-from hf_sparseprior.supports import SUPPORTS, has_pairs
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import SUPPORTS, has_pairs
 from tasks.benchmark import contenders, window_contenders
 from tasks.benchmark.commands import LAYOUTS
 from tasks.benchmark.contenders import Setting, Size, make_problem

@@ -11,8 +11,8 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from hf_sparseprior import SparsePriorViTForImageClassification
-from hf_sparseprior.image_processor import PROCESSOR, image_processor_settings
-from hf_sparseprior.runtimes import FORMATS
+from hf_sparseprior.cli.runtimes import FORMATS
+from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
 from tasks.benchmark import commands, deployment
 from tasks.benchmark.deployment import main, unpacked
 from tests.hf_sparseprior.small import small

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.attention.choice import BACKENDS
 from tasks.benchmark import gpu, gpu_report, records, timing
 from tasks.common.locks import locked
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hf_sparseprior.packing import Packing
+from hf_sparseprior.attention.packing import Packing
 from tasks.benchmark import commands, mixed_sizes
 from tasks.benchmark.mixed_sizes import draw_grids, main
 

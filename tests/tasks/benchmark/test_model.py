@@ -4,8 +4,8 @@ import os
 import pytest
 import torch
 
-from hf_sparseprior.backend_choice import BACKENDS
-from hf_sparseprior.configuration_sparseprior_vit import PRESETS
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
 from tasks.benchmark import model
 from tasks.benchmark.model import COPY, DENSE, PASSES, Contender, ModelRun
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hf_sparseprior.attention_plan import AttentionPlan
+from hf_sparseprior.attention.plan import AttentionPlan
 from tasks.benchmark import overhead
 from tasks.benchmark.overhead import main, timed_plans
 

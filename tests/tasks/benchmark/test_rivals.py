@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig
-from hf_sparseprior.backend_choice import BACKENDS
+from hf_sparseprior.attention.choice import BACKENDS
 from tasks.benchmark import commands, contenders_of_rivals, lone_process, records, rival_process, rivals
 from tasks.benchmark.contenders_of_rivals import RIVALS, Problem, encodes, encodes_windows, in_torch, plainly
 from tasks.benchmark.plain_attention import PLAIN, plain_attention

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_sparseprior import ops
 from hf_sparseprior.analysis import costs_measured
+from hf_sparseprior.attention import functional as ops
 from tasks.benchmark import timing
 from tests.processes import Started
 

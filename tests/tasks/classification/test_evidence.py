@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.decay import init_values
-from hf_sparseprior.files import file_sha256
-from hf_sparseprior.prior import resolve_prior
+from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.patterns.decay import init_values
+from hf_sparseprior.priors.prior import resolve_prior
 from tasks.classification import evidence, train
 from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config

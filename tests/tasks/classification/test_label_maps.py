@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from hf_sparseprior import SparsePriorViTForImageClassification
-from hf_sparseprior.files import file_sha256
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import affine_view, map_probabilities
 from tasks.classification import label_maps

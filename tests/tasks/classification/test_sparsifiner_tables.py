@@ -5,9 +5,9 @@ import torch
 
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.analysis.paper_numbers import UP_SHARES, masked_pruning_flops, sparsifiner_mhsa
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.prior import pruning_of
-from hf_sparseprior.sparsifiner import Sparsifiner
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.priors.prior import pruning_of
+from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from tasks.classification.compare import load_comparison
 from tasks.common.images.model import build_model
 from tests.configs import shipped

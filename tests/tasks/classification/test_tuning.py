@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.pretrained import load_whole_model
+from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training

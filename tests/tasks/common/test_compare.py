@@ -14,7 +14,7 @@ import yaml
 from transformers import TrainerCallback
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.files import file_sha256
+from hf_sparseprior.base.files import file_sha256
 from hf_sparseprior.training import SoftTargetCollator
 from tasks.classification import train as training
 from tasks.classification.compare import load_comparison

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_sparseprior.files import file_sha256
+from hf_sparseprior.base.files import file_sha256
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
 from tasks.classification.config import load_config

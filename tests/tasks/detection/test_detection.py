@@ -25,7 +25,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
-from hf_sparseprior.supports import head_offsets
+from hf_sparseprior.patterns.supports import head_offsets
 from tasks.common.coco import annotation_damage, packed_pixels
 from tasks.common.coco_baseline import fit_constant, overlaps
 from tasks.common.mm.config import load_config

@@ -18,7 +18,7 @@ from tests.tasks.common.mm.shapes import write_shapes
 pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.heads import backbone_of, offer_code
+from hf_sparseprior.models.heads import backbone_of, offer_code
 from hf_sparseprior.training.sampling import Draw
 from tasks.common.coco import read_coco
 from tasks.common.coco_baseline import fit_constant

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import nn
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
-from hf_sparseprior.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.training import Draw
 from tasks.common.images.sources.images import array_images
 from tasks.pretraining.config import DinoConfig, EvaluationConfig, check_config

@@ -10,8 +10,8 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTBackbone
-from hf_sparseprior.families import FAMILIES
-from hf_sparseprior.pretrained import load_changed_model
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.models.pretrained import load_changed_model
 from tasks.classification import train as classification
 from tasks.common.images.model import build_model
 from tasks.common.results import read_results

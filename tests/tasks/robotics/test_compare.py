@@ -11,7 +11,7 @@ import pytest
 for package in ("diffusers", "gym_pusht", "zarr"):
     pytest.importorskip(package, reason="the robotics extra is not installed")
 
-from hf_sparseprior.supports import head_offsets  # noqa: E402
+from hf_sparseprior.patterns.supports import head_offsets  # noqa: E402
 from tasks.common.compare import all_records  # noqa: E402
 from tasks.common.comparison_table import table  # noqa: E402
 from tasks.common.metrics import pack_correct, unpack_correct  # noqa: E402

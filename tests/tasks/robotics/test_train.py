@@ -15,7 +15,7 @@ pytest.importorskip("h5py", reason="the robotics extra is not installed")
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from hf_sparseprior.supports import head_offsets, pruning_ratio
+from hf_sparseprior.patterns.supports import head_offsets, pruning_ratio
 from tasks.common.command import RunStopped
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config, load_config

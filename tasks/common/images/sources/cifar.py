@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.limits import limit_of
+from hf_sparseprior.base.limits import limit_of
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 COUNTS = {"train": 50_000, "test": 10_000}

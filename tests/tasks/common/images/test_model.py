@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.decay import DECAYS
-from hf_sparseprior.extras import EXTRAS
-from hf_sparseprior.low_rank import MIXERS
-from hf_sparseprior.predictor import PREDICTORS
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.priors.low_rank import MIXERS
+from hf_sparseprior.priors.predictor import PREDICTORS
 from tasks.common.images.model import build_model
 from tasks.pretraining.task import build_backbone
 

@@ -19,7 +19,7 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
-from hf_sparseprior.pretrained import load_changed_model
+from hf_sparseprior.models.pretrained import load_changed_model
 from tasks.common.mm.backbone import (
     MM_KEYS,
     SparsePriorConvit,

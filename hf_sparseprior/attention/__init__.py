@@ -1,0 +1,1 @@
+"""Plans, requests and the backends that run them."""

@@ -1,0 +1,209 @@
+"""The backends of attention, each registered once, and which of them runs a call."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from hf_sparseprior.attention.plain_operations import plain
+from hf_sparseprior.attention.request import AttentionRequest
+
+logger = logging.getLogger("hf_sparseprior.ops")
+
+
+class Crossover(NamedTuple):
+    """From where on a sparse path is faster than the dense path that it replaces."""
+
+    tokens: int  # the fewest patches
+    density: float  # the largest share of the pairs in a large call
+    # What a call costs more than the dense path's, whatever its size, counted in pairs of heads of width 64 that the
+    # dense path would compute in that time. Of small calls only a smaller share of the pairs is worth it.
+    pairs: int = 0
+
+    def largest_density(self, request: AttentionRequest) -> float:
+        """The largest share of the pairs with which the sparse path is faster."""
+        if not self.pairs:
+            return self.density
+        batch, heads, tokens, width = request.q.shape
+        return self.density * (1 - self.pairs / max(1.0, batch * heads * tokens**2 * width / 64))
+
+
+# (device type, whether gradients are wanted, dense backend that would run instead), and if a fourth part follows, the
+# dtype for which alone it holds.
+CrossoverKey = tuple[str, bool, str] | tuple[str, bool, str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to run attention; see `register_backend`."""
+
+    can_run: Callable[[AttentionRequest], str | None]
+    run: Callable[[AttentionRequest], tuple[Tensor, Tensor | None]]
+    priority: float
+    dense: bool = False
+    crossovers: Mapping[CrossoverKey, Crossover] = field(default_factory=dict)
+
+
+BACKENDS: dict[str, Backend] = {}
+_by_priority: list[str] = []  # their names, the highest priority first
+_dense: list[str] = []  # of these, those that form all pairs
+
+
+def register_backend(
+    name: str,
+    *,
+    can_run: Callable[[AttentionRequest], str | None],
+    run: Callable[[AttentionRequest], tuple[Tensor, Tensor | None]],
+    priority: float,
+    dense: bool = False,
+    crossovers: Mapping[CrossoverKey, Crossover] | None = None,
+) -> None:
+    """Add a backend to the choice, to `backend=` and SPARSEPRIOR_BACKEND, to tests and to the benchmark.
+
+    Args:
+        name: its name everywhere.
+        can_run: returns None if it can run a request, otherwise why not, as half a sentence.
+        run: returns the output (B, H, T, E) in the dtype of q, and the weights (B, H, T, T) if
+            `request.needs_all_weights`, otherwise None. It agrees with `reference`, forward and backward. The first
+            line of its docstring describes it.
+        priority: of the backends that can run and are not slower than dense attention, the one with the highest
+            priority runs. The package's own have 0 (`reference`) to 50.
+        dense: whether it forms all pairs. The others compete with the dense backend of the highest priority that can
+            run.
+        crossovers: from where on it is faster than a dense backend, by (device type, whether gradients are wanted,
+            dense backend), or for one dtype by (..., dtype). Without an entry it counts as faster everywhere.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in BACKENDS or name == "auto":
+        raise ValueError(f"backend {name!r} is registered already")
+    BACKENDS[name] = Backend(can_run, run, priority, dense, crossovers or {})
+    _sort_backends()
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend out again."""
+    del BACKENDS[name]
+    _sort_backends()
+
+
+def _sort_backends() -> None:
+    _by_priority[:] = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
+    _dense[:] = [name for name in _by_priority if BACKENDS[name].dense]
+
+
+def is_sparse(request: AttentionRequest) -> bool:
+    """Whether some pairs are left out."""
+    return request.plan.offsets is not None or request.key_ids is not None
+
+
+def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool, dense_path: str) -> str | None:
+    """Why a backend would be slower than the dense backend `dense_path`; None if it would not."""
+    if not backend.crossovers or not is_sparse(request):
+        return None
+    plan, q = request.plan, request.q
+    device_type = q.device.type
+    key = (device_type if device_type in ("cpu", "cuda") else "cuda", trains, dense_path)
+    limits = backend.crossovers.get((*key, q.dtype)) or backend.crossovers.get(key)
+    if limits is None:
+        return None
+    if plan.num_tokens < limits.tokens:
+        return f"dense is faster below {limits.tokens} patches"
+    density = plan.density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
+    largest = limits.largest_density(request)
+    if density > limits.density or _known(density > largest):
+        if torch.compiler.is_compiling():
+            return "dense is faster"  # a number here would make a graph of this batch alone
+        if largest <= 0:
+            return "dense is faster in so small a call"
+        return f"dense is faster with more than {100 * largest:.1f} % of the pairs"
+    return None
+
+
+def _known(condition: bool) -> bool:
+    """The condition; in a graph for any batch only if it holds for every one.
+
+    Otherwise the graph would be for those batches alone where it comes out as it did.
+    """
+    return statically_known_true(condition) if torch.compiler.is_compiling() else condition
+
+
+def forced_backend(backend: str) -> tuple[str, str]:
+    """What forces a backend, and its name ("auto" if nothing does). An unknown name is a ValueError."""
+    source = "backend"
+    if backend == "auto" and plain() is None and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+        source, backend = "SPARSEPRIOR_BACKEND", forced
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+    return source, backend
+
+
+def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
+    """Name of the backend to run.
+
+    `backend` forces one, or else the environment variable SPARSEPRIOR_BACKEND does. Otherwise the fastest that can run
+    is taken, or within `plain_operations` the first of its backends that can. A forced backend that cannot run is an
+    error; it is never replaced by another.
+    """
+    if backend == "auto" and plain() is not None:
+        return _first_plain(request)
+    source, backend = forced_backend(backend)
+    if backend != "auto":
+        if reason := BACKENDS[backend].can_run(request):
+            raise ValueError(f"{source}={backend!r} cannot run this attention: {reason}")
+        if not torch.compiler.is_compiling():
+            logger.debug("layer %d: %s (forced)", request.plan.layer, backend)
+        return backend
+    q, k, v = request.q, request.k, request.v
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    trains = trains or request.training
+    dense_path = _dense_path(request) if is_sparse(request) else ""
+    refused: list[tuple[str, str]] = []
+    for name in _by_priority:
+        candidate = BACKENDS[name]
+        reason = slower_than_dense(candidate, request, trains, dense_path)
+        reason = reason or candidate.can_run(request)
+        if reason is None:
+            if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
+                _log_choice(request, name, refused)
+            return name
+        refused.append((name, reason))
+    raise AssertionError("unreachable: reference runs everything")
+
+
+def _first_plain(request: AttentionRequest) -> str:
+    """The first backend of `plain_operations` that can run the request."""
+    found = plain()
+    assert found is not None
+    for name in found.backends:
+        if (reason := BACKENDS[name].can_run(request)) is None:
+            found.ran[name] += 1
+            return name
+        found.refused.setdefault(name, reason)
+    raise ValueError(f"none of the backends {', '.join(found.backends)} can run this attention")
+
+
+def _dense_path(request: AttentionRequest) -> str:
+    """The dense backend that would run the request."""
+    for name in _dense:
+        if BACKENDS[name].can_run(request) is None:
+            return name
+    raise AssertionError("unreachable: reference runs everything")
+
+
+def _log_choice(request: AttentionRequest, name: str, refused: list[tuple[str, str]]) -> None:
+    plan = request.plan
+    if request.key_ids is None:
+        size = f"{plan.num_tokens} patches, {100 * plan.density:.1f} % of the pairs kept"
+    else:
+        size = f"{plan.num_tokens} patches, up to {request.key_ids.shape[-1]} keys of each listed"
+    others = "".join(f"; not {other}: {reason}" for other, reason in refused)
+    logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)

@@ -1,0 +1,235 @@
+"""`cpp` and `triton`: attention by the compiled kernels of the package. Shape letters as in `ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_sparseprior.attention.choice import Crossover, register_backend
+from hf_sparseprior.attention.compiled_kernels import (
+    decayed_cpu,
+    diagonal_cpu,
+    kernels_missing,
+    listed_cpu,
+    triton_device,
+    weights_cpu,
+)
+from hf_sparseprior.attention.gather import gather_can_run
+from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import (
+    AttentionRequest,
+    check_listed_decay,
+    drops_unformed_pairs,
+    in_order,
+    in_raster,
+    is_transformed,
+    leaves_diagonals,
+    listed_decay,
+    needs_all_logits,
+    request_keys,
+)
+from hf_sparseprior.patterns.decay import DECAYS, log_gamma, prefix_weights
+
+
+def _kernel_can_run(request: AttentionRequest) -> str | None:
+    """None, or what none of the compiled kernels along diagonals and over all pairs with a decay can do."""
+    if request.plan.offsets is None and request.decay is None:
+        return "dense attention without a decay is what scaled_dot_product_attention is for"
+    if reason := needs_all_logits(request) or leaves_diagonals(request):
+        return reason
+    if request.needs_all_weights:
+        return "the compiled kernels do not return attention weights"
+    if request.decay is not None and DECAYS[request.decay["name"]].learns_positions(request.decay):
+        return "the compiled kernels have tables of whole ranks, and this order is learned"
+    return kernels_missing() or drops_unformed_pairs(request) or is_transformed()
+
+
+def cpp_can_run(request: AttentionRequest) -> str | None:
+    """None, or which part of the request the C++ kernels cannot do."""
+    if request.has_lists:
+        return gather_can_run(request) or kernels_missing() or diagonal_cpu.can_run(request.q)
+    if request.plan.offsets is None and request.dropout_p > 0:
+        return "the C++ kernel has no dropout of dense attention"
+    return _kernel_can_run(request) or diagonal_cpu.can_run(request.q)
+
+
+def triton_can_run(request: AttentionRequest) -> str | None:
+    """None, or which part of the request the Triton kernels cannot do."""
+    return _kernel_can_run(request) or triton_device.can_run(request.q)
+
+
+def cpp(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+    """The C++ kernels: along diagonals, over lists of keys, or over all pairs with a decay."""
+    return _at_one_width(request, _cpp), None
+
+
+def _cpp(request: AttentionRequest) -> Tensor:
+    if request.has_lists:
+        return _listed_kernel(request)
+    if request.plan.offsets is not None:
+        return _diagonal_kernel(request, diagonal_cpu.diagonal_attention, "offset_counts")
+    scalars = _decay_scalars(request)
+    positions = plan_table(request.plan, "positions_float32", request.q.device)
+    return decayed_cpu.decayed_attention(
+        request.q, request.k, request.v, positions, *scalars, request.plan.num_prefix_tokens, request.logit_scale
+    )
+
+
+def triton(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
+    """The Triton kernels: along diagonals, or over all pairs with a decay."""
+    return _at_one_width(request, _triton), None
+
+
+def _triton(request: AttentionRequest) -> Tensor:
+    diagonal_attention, decayed_attention = triton_device.kernels()
+    if request.plan.offsets is not None:
+        return _diagonal_kernel(request, diagonal_attention, "offset_begin")
+    scalars = _decay_scalars(request)
+    positions = plan_table(request.plan, "positions_int32", request.q.device)
+    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
+    return decayed_attention(
+        request.q, request.k, request.v, positions, *scalars, prefix, scale, dropout_p=request.dropout_p
+    )
+
+
+def _at_one_width(request: AttentionRequest, run: Callable[[AttentionRequest], Tensor]) -> Tensor:
+    """What a kernel computes, (B, H, T, E), which takes queries, keys and values of one width.
+
+    Zeros fill up what is narrower; they change neither a logit nor another channel. With values twice as wide that is a
+    third more work, and still four times as fast as plain PyTorch along the diagonals of 196 patches.
+    """
+    more = request.v.shape[-1] - request.q.shape[-1]
+    if not more:
+        return run(request)
+    if more < 0:
+        return run(request._replace(v=F.pad(request.v, (0, -more))))[..., :more]
+    q, k = (F.pad(tensor, (0, more)) for tensor in (request.q, request.k))
+    return run(request._replace(q=q, k=k, scale=request.logit_scale))
+
+
+class DecayScalars(NamedTuple):
+    """A decay's scalars in float32: log gamma (C, H), alpha (H,), gamma of pairs with a prefix token (H,)."""
+
+    log_gamma: Tensor
+    alpha: Tensor
+    prefix_gamma: Tensor
+
+
+def _decay_scalars(request: AttentionRequest) -> DecayScalars:
+    assert request.decay is not None
+    ones = torch.ones(request.plan.num_heads, device=request.q.device)
+    alpha_H, gamma_H = request.decay.get("alpha"), prefix_weights(request.decay, torch.float32)
+    return DecayScalars(
+        log_gamma(request.decay["beta"].float()),
+        ones if alpha_H is None else alpha_H.float(),
+        ones if gamma_H is None else gamma_H,
+    )
+
+
+def _listed_kernel(request: AttentionRequest) -> Tensor:
+    """Attention over lists of keys by the C++ kernel."""
+    key_ids, factor, prefix_factor = request_keys(request).int(), None, None
+    if request.decay is not None:
+        scalars = _decay_scalars(request)
+        factor = _listed_weights(request, scalars, key_ids)
+        prefix_factor = scalars.alpha * scalars.prefix_gamma
+    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
+    return listed_cpu.listed_attention(request.q, request.k, request.v, key_ids, prefix, scale, factor, prefix_factor)
+
+
+def _listed_weights(request: AttentionRequest, scalars: DecayScalars, key_ids: Tensor) -> Tensor:
+    """Factors of the logits of listed pairs, (1 or B, H, n, K)."""
+    assert request.decay is not None
+    learned = DECAYS[request.decay["name"]].learns_positions(request.decay)
+    if request.token_ids is not None or learned:  # positions of each image, or such as have gradients
+        return listed_decay(request, key_ids, torch.float32) * scalars.alpha.view(-1, 1, 1)
+    check_listed_decay(request, 2 * key_ids.numel())  # keys and factors
+    positions = plan_table(request.plan, "positions_float32", key_ids.device)
+    prefix = request.plan.num_prefix_tokens
+    return weights_cpu.listed_weights(
+        positions, key_ids, prefix, scalars.log_gamma, scalars.alpha, scalars.prefix_gamma
+    )
+
+
+def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:
+    """Weights of the pairs of each offset, head after head, in the order of "pair_begin"."""
+    device = scalars.alpha.device
+    if device.type == "cpu" and diagonal_cpu.ready() is None:
+        return weights_cpu.pair_weights(
+            plan_table(plan, "positions_in_order", device),
+            plan_table(plan, "signed_offsets", device),
+            plan_table(plan, "offset_counts", device),
+            plan_table(plan, "pair_begin", device),
+            scalars.log_gamma,
+            scalars.alpha,
+            plan.offset_pairs,
+        )
+    distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
+    log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
+    alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
+    return torch.exp(distances * log_gamma).mean(0) * alpha
+
+
+def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:
+    """Attention along diagonals. `heads_table` names the table by which the kernel knows the offsets of a head."""
+    plan, device = request.plan, request.q.device
+    weights = {}
+    if request.decay is not None:
+        scalars = _decay_scalars(request)
+        weights = {
+            "pair_weights": _pair_weights(plan, scalars),
+            "pair_begin": plan_table(plan, "pair_begin", device),
+            "prefix_weight": scalars.alpha * scalars.prefix_gamma,
+            "self_weight": scalars.alpha,
+        }
+    q, k, v = request.q, request.k, request.v
+    if plan.ranks is not None:
+        q, k, v = (in_order(plan, tokens) for tokens in (q, k, v))
+    out = kernel(
+        q,
+        k,
+        v,
+        plan_table(plan, "signed_offsets", device),
+        plan_table(plan, heads_table, device),
+        plan.num_prefix_tokens,
+        request.logit_scale,
+        zero_fill=plan.mask_fill == "zero",
+        dropout_p=request.dropout_p,
+        **weights,
+    )
+    return out if plan.ranks is None else in_raster(plan, out)
+
+
+# Medians, measured interleaved on one core of an AMD EPYC: windows of growing width, 4 to 400 patches, 6 heads of 64,
+# batches of 1 and 8, against the faster of `sdpa` and `reference`, and with VIOLIN's decay against `reference`.
+# `tasks.benchmark.chooser` checks them.
+register_backend(
+    "cpp",
+    can_run=cpp_can_run,
+    run=cpp,
+    priority=50,
+    crossovers={
+        ("cpu", False, "sdpa"): Crossover(1, 0.57, pairs=300),
+        ("cpu", True, "sdpa"): Crossover(1, 0.48, pairs=4600),
+        ("cpu", False, "sdpa", torch.bfloat16): Crossover(1, 0.77),
+        ("cpu", True, "sdpa", torch.bfloat16): Crossover(9, 0.6),
+        ("cpu", False, "reference"): Crossover(1, 0.8),
+        ("cpu", True, "reference"): Crossover(1, 0.55),
+        ("cpu", False, "reference", torch.bfloat16): Crossover(1, 1.0),
+        ("cpu", True, "reference", torch.bfloat16): Crossover(1, 0.65),
+    },
+)
+# Not measured. On a GPU nothing sparse beats ideal dense attention below some 400 tokens.
+register_backend(
+    "triton",
+    can_run=triton_can_run,
+    run=triton,
+    priority=40,
+    crossovers={
+        ("cuda", trains, dense): Crossover(400, 1 / 16) for trains in (False, True) for dense in ("sdpa", "reference")
+    },
+)

@@ -1,0 +1,405 @@
+"""What follows from one layer's settings and the grid: offsets, density and tables, made once.
+
+Shape letters as in `ops`: H heads, N patch tokens, P prefix tokens, T = P + N, C curves, A axes, K offsets of a head
+counted with both signs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_sparseprior.base.registry import registering
+from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSupport, Time
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.masks import (
+    Pairs,
+    check_bytes,
+    key_lists,
+    mask_from_offsets,
+    pruning_ratio,
+    repeated_lists,
+)
+from hf_sparseprior.patterns.relative_offsets import relative_table
+from hf_sparseprior.patterns.supports import frame_pairs, own_grid, seen_pairs, shared_pattern
+from hf_sparseprior.patterns.token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
+from hf_sparseprior.patterns.windows import window_places, window_regions, windowed_mask
+
+
+class AttentionPlan:
+    """Everything about one layer's attention that follows from its settings and the grid, not from the data.
+
+    It is built once per (layer, grid) and kept by the layer. The tables that it makes for a device are kept in it.
+
+    Args:
+        num_heads: H, or for how many heads the support is made if there are not all of them.
+        grid: (height, width) of the patch tokens, or (frames, height, width) of those of a clip, which come one frame
+            after another.
+        num_prefix_tokens: P, tokens before the patches.
+        support: resolved support.
+        decay: resolved settings of the decay, no tensors, or None.
+        layer: layer number from 0.
+        heads: numbers of the H heads that there are, from 0; None: all.
+        layout: the order in which the patches come, all tables too: raster, or that of the support (`token_order`).
+        time: how support and decay see the frames of a clip. "frame": where in their frames two patches lie, not when
+            (VIOLIN appendix D.2, curves per frame). "clip": as one grid in three dimensions (D.2, the other way).
+            "axes": the support in each frame, and along time at one place of the frames; the decay by the distance in
+            the frame plus that in time.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        grid: tuple[int, ...],
+        num_prefix_tokens: int,
+        support: ResolvedSupport,
+        decay: ResolvedDecay | None,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        layout: str = RASTER,
+        time: Time = "frame",
+    ) -> None:
+        *several, height, width = grid
+        frames = several[0] if several else 1
+        # That of which support and decay have one, and which is repeated over the frames if it is that of a frame.
+        self.own_grid = own_grid(grid, time)
+        if layout != RASTER and (math.prod(self.own_grid) < math.prod(grid) or support.get("order", layout) != layout):
+            raise ValueError(f"layout={layout!r} must be the order of the support, in an image or with time='clip'")
+        self.num_heads = num_heads if heads is None else len(heads)
+        self.frames = frames
+        self.time: Time = time
+        self.grid = (frames * height, width)  # the frames one below the other
+        self.num_tokens = frames * height * width
+        self.num_prefix_tokens = num_prefix_tokens
+        self.total = num_prefix_tokens + self.num_tokens
+        self.support = support
+        self.mask_fill = support["mask_fill"]
+        self.decay = decay
+        self.layer = layer
+        # None stands for the dense support: no mask, no offsets.
+        self.offsets: list[list[int]] | None = None
+        self._pairs: Pairs = None
+        # Offsets, pairs and ranks of a frame, where they are the same in and between all frames of a clip.
+        self.of_frame: tuple[list[list[int]], Pairs, np.ndarray | None] | None = None
+        # Rank of each patch in the order in which offsets and pairs number them, (H or 1, N); None: that in which the
+        # patches come.
+        self.ranks: np.ndarray | None = None
+        self.layout = layout
+        self.layout_ranks = None if layout == RASTER else order_ranks(layout, self.own_grid)  # (1, N)
+        self.density = 1.0
+        if support["name"] != "dense":
+            self._pattern = shared_pattern(support, num_heads, self.own_grid)  # kept, so that other layers find it
+            sizes: Any = {"num_heads": num_heads, "grid": grid, "time": time, "layer": layer, "heads": heads}
+            self._list_pairs = functools.partial(seen_pairs, support, **sizes)
+            self.of_frame = frame_pairs(support, pattern=self._pattern, **sizes)
+            if self.of_frame is None:
+                self.offsets, self._pairs, ranks = self._list_pairs(pattern=self._pattern)
+                self.ranks = ranks if layout == RASTER else None
+                left_out = pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self._pairs)
+            else:  # as `seen_pairs` gives them, which lists the pairs where they are asked for
+                self.offsets = [[] for _ in self.of_frame[0]]
+                offsets, pairs, _ = self.of_frame
+                left_out = pruning_ratio(offsets, height * width, num_prefix_tokens, pairs, frames)
+            self.density = 1.0 - left_out / 100.0
+        # Attributes, not properties: a compiler that has the plan as a constant reads nothing else.
+        self.repeats_frame = self.of_frame is not None
+        self.has_pairs = self._pairs is not None or self.repeats_frame
+        # Of pairs (j, j + o), over all heads.
+        self.offset_pairs = sum(self.num_tokens - offset for head in self.offsets or () for offset in head)
+        self.list_bytes = 0  # memory of the lists of keys over all frames, where they are those of a frame
+        if self.of_frame is not None:
+            self.frame_keys = frame_key_lists(*self.of_frame, height * width)
+            keys = num_prefix_tokens + frames * self.frame_keys.shape[-1]
+            self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
+        self.tables: dict[tuple[str, torch.device], Tensor] = {}
+        # What the decay's positions follow from, where they are the same for all heads.
+        self.decay_key = None
+        if decay is not None and self.ranks is None:
+            self.decay_key = DECAYS[decay["name"]], json.dumps([decay, grid, layout, time], sort_keys=True)
+        # The arguments as text: `from_key` makes the same plan again.
+        self.key = json.dumps(
+            [num_heads, grid, num_prefix_tokens, support, decay, layer, heads, layout, time], sort_keys=True
+        )
+
+    @classmethod
+    def from_key(cls, key: str) -> AttentionPlan:
+        """The plan whose `key` this is."""
+        num_heads, grid, *rest = json.loads(key)
+        return cls(num_heads, tuple(grid), *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the pattern, whose function of the layer cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name != "_pattern"}
+
+    @property
+    def pairs(self) -> Pairs:
+        """Pairs off the diagonals; those of all frames are listed anew each time.
+
+        Raises:
+            ValueError: if the lists would take too much memory.
+        """
+        return self._pairs if self.of_frame is None else self._list_pairs()[1]
+
+    @property
+    def visits(self) -> np.ndarray | None:
+        """The patch of the grid at each place of the layout, int64 (N,); None for raster order."""
+        return None if self.layout_ranks is None else np.argsort(self.layout_ranks[0])
+
+    def build_table(self, name: str) -> np.ndarray:
+        """A table as an array: one of `TABLES`, "relative_..." as of `relative_table`, or one of the windows of an
+        image of HEIGHT x WIDTH patches that is rolled by ROWS and COLUMNS.
+
+        "windows HEIGHT WIDTH ROWS COLUMNS": the pairs that are seen, as of `windowed_mask`. Pairs that the support
+        leaves out with mask_fill "zero" are among them. "in_windows ...": as of `window_places`, in the layout;
+        "in_image ...": its inverse.
+        """
+        if name.startswith("relative_"):
+            return relative_table(name, self.grid, self.num_prefix_tokens, self.visits)
+        kind, *sizes = name.split()
+        if not sizes:
+            return TABLES[name](self)
+        height, width, *shift = map(int, sizes)
+        if kind == "windows":
+            drops = self.offsets is not None and self.mask_fill == "neg_inf"
+            regions = window_regions((height, width), self.grid, shift, self.visits)
+            return windowed_mask(regions, _mask(self) if drops else None)
+        places = window_places((height, width), self.grid, shift, self.visits)[None]
+        return places if kind == "in_windows" else np.argsort(places, axis=1)
+
+
+# Tables of the decay's positions, which all layers of a model have in common, for as long as a plan has them.
+OF_DECAY = ("positions", "positions_int32", "positions_float32", "positions_in_order")
+_shared_tables: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
+
+
+def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
+    """A table of a plan on a device, made once for each.
+
+    A function, not a method: dynamo cannot guard methods of an object that a constant function returned.
+    """
+    if torch.compiler.is_compiling():
+        return _table_in_graph(plan.key, name, str(device))
+    if (table := plan.tables.get((name, device))) is not None:
+        return table
+    shared = (name, device, *plan.decay_key) if name in OF_DECAY and plan.decay_key is not None else None
+    table = None if shared is None else _shared_tables.get(shared)
+    if table is None:
+        # A table made under inference_mode could not be used in a later training step.
+        with torch.inference_mode(False):
+            table = torch.tensor(plan.build_table(name)).to(device)
+        if type(table) is not Tensor:  # one made while tracing with fake tensors must not outlive the trace
+            return table
+        if shared is not None:
+            _shared_tables[shared] = table
+    plan.tables[(name, device)] = table
+    return table
+
+
+# Tables come from numpy and Python integers. A compiled graph or an exported program does not trace how they are made
+# but calls this function while it is built and keeps the result as a constant.
+@torch.compiler.allow_in_graph
+def _table_in_graph(key: str, name: str, device: str) -> Tensor:
+    return torch.tensor(AttentionPlan.from_key(key).build_table(name)).to(device)
+
+
+def decay_positions(plan: AttentionPlan, decay: DecayTensors, device: torch.device) -> Tensor:
+    """Positions (C, A, N) that a decay measures distances along: those of its settings, or learned ones."""
+    assert plan.decay is not None
+    kind = DECAYS[plan.decay["name"]]
+    if kind.learns_positions(decay):
+        positions = kind.learned_positions(decay, plan.own_grid)
+        if repeats := plan.num_tokens // positions.shape[-1] - 1:
+            positions = positions.repeat(1, 1, repeats + 1)
+        if plan.time == "axes" and plan.frames > 1:
+            times = plan_table(plan, "times", device).to(positions.dtype)
+            positions = torch.cat([positions, times.expand(positions.shape[0], 1, -1)], 1)
+        return positions if plan.visits is None else positions[..., plan_table(plan, "patches_in_order", device)[0]]
+    return plan_table(plan, "positions", device)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[AttentionPlan], np.ndarray]] = {}
+
+
+@registering("table", TABLES, "positions")
+def _positions(plan: AttentionPlan) -> np.ndarray:
+    """Positions of the decay, int64 (C, A, N)."""
+    assert plan.decay is not None
+    positions = DECAYS[plan.decay["name"]].positions(plan.decay, plan.own_grid)
+    positions = np.tile(positions, plan.num_tokens // positions.shape[-1])
+    if plan.time == "axes" and plan.frames > 1:
+        positions = np.concatenate([positions, np.broadcast_to(_times(plan), (len(positions), 1, plan.num_tokens))], 1)
+    return positions if plan.visits is None else positions[..., plan.visits]
+
+
+@registering("table", TABLES, "times")
+def _times(plan: AttentionPlan) -> np.ndarray:
+    """The frame of each patch of a clip, int64 (1, 1, N)."""
+    return np.arange(plan.frames).repeat(plan.num_tokens // plan.frames)[None, None]
+
+
+@registering("table", TABLES, "positions_int32")
+def _positions_int32(plan: AttentionPlan) -> np.ndarray:
+    return _positions(plan).astype(np.int32)
+
+
+@registering("table", TABLES, "positions_float32")
+def _positions_float32(plan: AttentionPlan) -> np.ndarray:
+    return _positions(plan).astype(np.float32)
+
+
+@registering("table", TABLES, "mask")
+def _mask(plan: AttentionPlan) -> np.ndarray:
+    """Bool (H, T, T), True = attended."""
+    if plan.frames > 1:
+        size = "x".join(map(str, (plan.frames, plan.grid[0] // plan.frames, plan.grid[1])))
+        check_bytes(plan.num_heads * plan.total**2, f"a mask of all pairs over {size} patches would")
+    mask = mask_from_offsets(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+    return mask if plan.ranks is None else mask_in_raster(mask, plan.ranks, plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "keys")
+def _keys(plan: AttentionPlan) -> np.ndarray:
+    """The tokens that each patch sees, int32 (H, N, K), see `key_lists`."""
+    if plan.of_frame is not None:
+        check_bytes(plan.list_bytes, f"lists of the keys of {plan.num_tokens} patches would")
+        return repeated_lists(plan.frame_keys, plan.frames, plan.num_prefix_tokens)
+    lists = key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
+    return lists if plan.ranks is None else lists_in_raster(lists, plan.ranks, plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "frame_keys")
+def _frame_keys(plan: AttentionPlan) -> np.ndarray:
+    """The places that each place of a frame sees in all frames, see `frame_key_lists`."""
+    return plan.frame_keys
+
+
+def frame_key_lists(
+    offsets: Sequence[Sequence[int]], pairs: Pairs, ranks: np.ndarray | None, num_tokens: int
+) -> np.ndarray:
+    """The places of a frame of S patches that each of them sees in all frames, int64 (H, S, K), -1 after the last.
+
+    Arguments are what `frame_pairs` returns, and S.
+    """
+    # With a prefix token, which every place sees, none sees itself for want of another.
+    lists = key_lists(offsets, num_tokens, 1, pairs)
+    lists = lists if ranks is None else lists_in_raster(lists, ranks, 1)
+    return np.maximum(lists[:, :, 1:].astype(np.int64) - 1, -1)
+
+
+@registering("table", TABLES, "attended")
+def _attended(plan: AttentionPlan) -> np.ndarray:
+    """At which distances a head attends, bool (H, N), for a support without pairs off its diagonals."""
+    return np.array([np.isin(np.arange(plan.num_tokens), offsets) for offsets in _offsets(plan)])
+
+
+@registering("table", TABLES, "ranks")
+def _ranks(plan: AttentionPlan) -> np.ndarray:
+    """Rank of each patch of the grid in the order of its head, or in the layout, int64 (H or 1, N)."""
+    ranks = plan.ranks if plan.layout_ranks is None else plan.layout_ranks
+    assert ranks is not None
+    return ranks
+
+
+@registering("table", TABLES, "patches_in_order")
+def _patches_in_order(plan: AttentionPlan) -> np.ndarray:
+    """The patches of each head in their order, int64 (H or 1, N); the inverse of "ranks"."""
+    return np.argsort(_ranks(plan), axis=1)
+
+
+@registering("table", TABLES, "tokens_in_order")
+def _tokens_in_order(plan: AttentionPlan) -> np.ndarray:
+    """As "patches_in_order", with the prefix tokens in front, int64 (H or 1, T)."""
+    return with_prefix(_patches_in_order(plan), plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "token_ranks")
+def _token_ranks(plan: AttentionPlan) -> np.ndarray:
+    """As "ranks", with the prefix tokens in front, int64 (H or 1, T)."""
+    return with_prefix(_ranks(plan), plan.num_prefix_tokens)
+
+
+# The rest is for the compiled kernels along diagonals. A signed offset is o or -o; offset 0 has one sign.
+
+
+@registering("table", TABLES, "signed_offsets")
+def _signed_offsets(plan: AttentionPlan) -> np.ndarray:
+    """Signed offsets, int32, head after head."""
+    return np.array([offset for head in _signed(plan) for offset in head], dtype=np.int32)
+
+
+@registering("table", TABLES, "offset_counts")
+def _offset_counts(plan: AttentionPlan) -> np.ndarray:
+    """How many signed offsets each head has, int32 (H,)."""
+    return np.array([len(head) for head in _signed(plan)], dtype=np.int32)
+
+
+@registering("table", TABLES, "offset_begin")
+def _offset_begin(plan: AttentionPlan) -> np.ndarray:
+    """Where the signed offsets of each head begin, and the end of the last, int32 (H + 1,)."""
+    return np.cumsum([0, *map(len, _signed(plan))]).astype(np.int32)
+
+
+@registering("table", TABLES, "positions_in_order")
+def _positions_in_order(plan: AttentionPlan) -> np.ndarray:
+    """Positions of the decay in the order in which the offsets count, float32 (1 or H, C, A, N)."""
+    positions = _positions(plan).astype(np.float32)
+    if plan.ranks is None:
+        return positions[None]
+    return np.stack([positions[..., patches] for patches in _patches_in_order(plan)])
+
+
+@registering("table", TABLES, "pair_distances")
+def _pair_distances(plan: AttentionPlan) -> np.ndarray:
+    """Distances of the N - o pairs (j, j + o) of each offset, head after head, float32 (C, pairs)."""
+    positions = _positions(plan)
+    of_heads = [positions] * plan.num_heads
+    if plan.ranks is not None:
+        in_order = np.broadcast_to(_patches_in_order(plan), (plan.num_heads, plan.num_tokens))
+        of_heads = [positions[..., patches] for patches in in_order]
+    blocks = [
+        np.abs(own[..., offset:] - own[..., : plan.num_tokens - offset]).sum(1)
+        for own, offsets in zip(of_heads, _offsets(plan), strict=True)
+        for offset in offsets
+    ]
+    empty = np.zeros((positions.shape[0], 0))
+    return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
+
+
+@registering("table", TABLES, "pair_counts")
+def _pair_counts(plan: AttentionPlan) -> np.ndarray:
+    """How many pairs (j, j + o) each head has, int64 (H,)."""
+    return np.array([sum(plan.num_tokens - offset for offset in head) for head in _offsets(plan)], dtype=np.int64)
+
+
+@registering("table", TABLES, "pair_begin")
+def _pair_begin(plan: AttentionPlan) -> np.ndarray:
+    """Where the pairs of each signed offset begin, int64; o and -o share theirs."""
+    begins, end = [], 0
+    for head in _offsets(plan):
+        for offset in head:
+            begins += [end, end] if offset else [end]
+            end += plan.num_tokens - offset
+    return np.array(begins, dtype=np.int64)
+
+
+def _offsets(plan: AttentionPlan) -> list[list[int]]:
+    assert plan.offsets is not None
+    return plan.offsets
+
+
+def _signed(plan: AttentionPlan) -> list[list[int]]:
+    """The signed offsets of each head, o and -o one after the other."""
+    return [
+        [signed for offset in offsets for signed in ((offset, -offset) if offset else (0,))]
+        for offsets in _offsets(plan)
+    ]

@@ -1,0 +1,1 @@
+"""Checks, limits, registries and files: what every other package uses."""

@@ -1,0 +1,85 @@
+"""`python -m hf_sparseprior export SOURCE OUT`: a folder that can be uploaded as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from hf_sparseprior.base.families import FAMILIES, family_of
+from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
+from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
+from hf_sparseprior.saving.card import CARD, model_card
+from hf_sparseprior.saving.processor import PROCESSOR
+
+RESULTS = "results.json"
+
+
+def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
+    """Copy a saved model into a new folder with today's code, its image processor and a new model card.
+
+    The card takes data, metrics and command from `results.json` in the source or in the folder above it, if that file
+    has the hash of these weights. The new folder appears whole or not at all.
+
+    Returns:
+        Lines for the user: what was written and how to load it.
+
+    Raises:
+        OSError: for a source that is not a saved model of ours, or an existing `out`.
+    """
+    out = Path(out)
+    check_new(out)
+    source, model = saved_source(source)
+    results = _results_of(source)
+    with whole_folder(out) as scratch:
+        if (source / PROCESSOR).is_file():
+            shutil.copyfile(source / PROCESSOR, scratch / PROCESSOR)
+        model.save_pretrained(scratch)
+        write_text(scratch / CARD, model_card(model.config, results, license_name))
+    files = sorted(path.name for path in out.iterdir())
+    return [
+        f"{out}: {', '.join(files)}",
+        "metrics in the card: " + (", ".join(results.get("metrics", {})) or "none, no results.json of these weights"),
+        f"upload: hf upload USER/NAME {out}",
+    ]
+
+
+def saved_source(source: str | os.PathLike) -> tuple[Path, Any]:
+    """The folder of a saved model of ours, or of a training run's model, and the model.
+
+    Raises:
+        OSError: for anything else.
+    """
+    source = Path(source)
+    if not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
+        source = source / "model"  # of a training run
+    if not (source / "config.json").is_file():
+        raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
+    config = AutoConfig.from_pretrained(source)
+    names = config.architectures or []
+    family = family_of(config)
+    cls = family.class_named(str(names[0])) if family and names else None
+    if cls is None:
+        titles = ", ".join(family.title for family in FAMILIES.values())
+        raise OSError(f"{source} holds {names or 'no architecture'}; export takes the classes of {titles}")
+    return source, load_whole_model(source, cls)
+
+
+def _results_of(source: Path) -> dict[str, Any]:
+    """results.json in the source or above it, if it belongs to these weights."""
+    weights = source / "model.safetensors"
+    for folder in (source, source.parent):
+        if not (folder / RESULTS).is_file() or not weights.is_file():
+            continue
+        try:
+            results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+            same = results["model_sha256"] == file_sha256(weights)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if same and isinstance(results.get("metrics"), dict):
+            return results
+    return {}

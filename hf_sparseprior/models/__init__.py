@@ -1,0 +1,1 @@
+"""Configurations and models of every family."""

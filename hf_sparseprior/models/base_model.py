@@ -1,0 +1,143 @@
+"""What the models of every family share: initialisation, loading, saving, and the options of a call."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from hf_sparseprior.base.extras import PriorModule
+from hf_sparseprior.base.loading import check_source, load_pretrained, without_code
+from hf_sparseprior.models.base_config import BaseConfig
+from hf_sparseprior.models.blocks import LayerScale
+from hf_sparseprior.patterns.decay import Decay
+from hf_sparseprior.saving.folder import complete_folder
+
+
+class BasePreTrainedModel(PreTrainedModel):
+    """Initialisation, loading and saving of every model.
+
+    A family sets `config_class`, `base_model_prefix` and `_no_split_modules`.
+    """
+
+    config: BaseConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    # The classes that a saved folder offers to the Auto classes; `register_family` sets it.
+    auto_map: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: BaseConfig, *args: Any, **kwargs: Any) -> None:
+        # from_pretrained(..., prior=...) sets fields after the config's own check.
+        given = config.prior
+        config.validate()
+        if config.prior != given:
+            config.log_notes()
+        super().__init__(config, *args, **kwargs)
+        if any(prior["decay"] is not None for prior in config.stage_priors):
+            # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
+            self._keep_in_fp32_modules_strict = ["decay_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
+            init.trunc_normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.BatchNorm2d):
+            super()._init_weights(module)
+        elif isinstance(module, LayerScale):
+            init.constant_(module.scale, module.value)
+        elif isinstance(module, (Decay, PriorModule)):
+            for name, value in module.initial_values().items():
+                init.copy_(getattr(module, name), value)
+
+    def stage_of(self, name: str) -> int:
+        """Number of the stage whose width the parameters of this name, in the base model, go with."""
+        return 0
+
+    @property
+    def map_sources(self) -> list[nn.Module]:
+        """The modules after which a backbone has a feature map: the embedding, then layers or stages."""
+        return [self.embeddings, *self.layers]
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay, in addition to all with one dimension (timm's convention)."""
+        embeddings = ("class_token", "distillation_token", "register_tokens", "position_embeddings")
+        # Swin leaves its table of relative positions out, and u and v of Transformer-XL are biases.
+        biases = ("bias_table", "prefix_bias", "content_bias", "position_bias")
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if "decay_bias" in name.split(".") or name.split(".")[-1] in (*embeddings, *biases)
+        }
+
+    def resized_weights(self, config: BaseConfig) -> dict[str, Tensor]:
+        """Weights that depend on the image size, as a model with this config has them, by names in the base model."""
+        return {}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, with safetensors only: a pickled checkpoint is refused, never opened.
+
+        `prior=` and other config fields may be given and are checked like those of a config.
+
+        Raises:
+            OSError: for a missing, truncated or pickled checkpoint; the message names the file.
+            ValueError: for a bad config field.
+        """
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError("use_safetensors=False is refused: pickled checkpoints can run code, use safetensors")
+        kwargs["use_safetensors"] = True
+        check_source(pretrained_model_name_or_path, kwargs)
+        return load_pretrained(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _load_pretrained_model(
+        cls, model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # use_safetensors chooses the index, but an index may lead to pickled shards.
+        for file in checkpoint_files or ():
+            if not str(file).endswith(".safetensors"):
+                raise OSError(f"{file} is not a safetensors file; pickled checkpoints are not read, they can run code")
+        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, plus the full auto map, an image processor and a model card (see `complete_folder`)."""
+        if getattr(self, "_hf_peft_config_loaded", False):  # then adapters are saved, and nothing else
+            with without_code(self):
+                return super().save_pretrained(save_directory, *args, **kwargs)
+        self.config.auto_map = dict(self.auto_map)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            complete_folder(save_directory, self.config)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        # transformers has put the repository's card, or an empty one, over the card that belongs to the model.
+        if not getattr(self, "_hf_peft_config_loaded", False):
+            complete_folder(working_dir, self.config)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+
+def output_options(
+    config: BaseConfig,
+    output_attentions: bool | None,
+    output_hidden_states: bool | None,
+    return_dict: bool | None,
+) -> tuple[bool, bool, bool]:
+    """Arguments of a call; those that are not given are the config's."""
+    return (
+        bool(config.output_attentions if output_attentions is None else output_attentions),
+        bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
+        bool(config.return_dict if return_dict is None else return_dict),
+    )

@@ -1,0 +1,1 @@
+"""The five slots of a prior, what fills them, and the attention layer that has one."""

@@ -1,0 +1,346 @@
+"""The one attention layer that every model uses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparseprior.attention.choice import forced_backend
+from hf_sparseprior.attention.functional import run_plan
+from hf_sparseprior.attention.packing import Packing, joined
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest, add_bias
+from hf_sparseprior.attention.rotary import Rotation, rotate
+from hf_sparseprior.base.extras import make_extras, make_module
+from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
+from hf_sparseprior.base.resolved import ResolvedPrior, Time
+from hf_sparseprior.patterns.decay import Decay, make_decay
+from hf_sparseprior.patterns.supports import resolve_support, support_notes
+from hf_sparseprior.patterns.token_order import RASTER
+from hf_sparseprior.priors.low_rank import MIXERS, Mixer
+from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
+from hf_sparseprior.priors.relative_position import RelativePosition
+
+logger = logging.getLogger("hf_sparseprior.attention")
+NO_DECAY = "null"  # as JSON
+
+
+class PriorAttention(nn.Module):
+    """What a prior adds to an attention layer: its decay, its relative positions, and how queries meet keys.
+
+    The modules decay_bias, predictor and mixer are None if the prior has none.
+
+    Args:
+        num_heads: H.
+        prior: resolved prior (`resolve_prior`).
+        layer_idx: layer number from 0; decides which head has which support.
+        head_dim: D, width of the queries and keys, which relative positions need to know.
+        heads: numbers of the H heads that the layer has, from 0, if some were pruned.
+    """
+
+    # How many grids a layer keeps plans for; a model that sees many resolutions must not collect masks without limit.
+    # As many as MOST_PLANS while their tables take no more than PLANS_BYTES: those of a batch of small images.
+    MAX_PLANS, MOST_PLANS, PLANS_BYTES = 8, 256, 1 << 24
+    # False for an attention of its own kind, to which neither a prior nor an adapter adds anything.
+    takes_prior: ClassVar[bool] = True
+    OWN_UNITS: ClassVar[tuple[str, ...]] = (HEADS, HEAD_WIDTH)
+
+    def __init__(
+        self,
+        num_heads: int,
+        prior: ResolvedPrior,
+        layer_idx: int = 0,
+        head_dim: int = 0,
+        heads: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._set_prior(num_heads, prior, layer_idx, head_dim, heads)
+
+    def _set_prior(
+        self, num_heads: int, prior: ResolvedPrior, layer_idx: int, head_dim: int, heads: Sequence[int] | None = None
+    ) -> None:
+        # A support is made for all heads; decay and relative positions have only those that are left.
+        self.num_supports = num_heads
+        self.heads = None if heads is None or len(heads) == num_heads else tuple(heads)
+        self.num_heads = num_heads = num_heads if self.heads is None else len(self.heads)
+        self.layer_idx = layer_idx
+        self.prior = prior
+        # "bias" in the name keeps alpha and beta out of weight decay in transformers' own Trainer, which decides by
+        # names.
+        self.decay_bias: Decay | None = None
+        if (decay := prior["decay"]) is not None:
+            self.decay_bias = make_decay(decay, num_heads)
+        self.predictor: Predictor | None = None
+        if prior["predictor"] is not None:
+            self.predictor = make_module(prior["predictor"], PREDICTORS, num_heads, head_dim)  # type: ignore[assignment]
+        self.mixer: Mixer | None = None
+        if prior["mixer"] != "softmax":
+            self.mixer = make_module(prior["mixer"], MIXERS, num_heads, head_dim)  # type: ignore[assignment]
+        self.relative_position = make_extras(prior["extras"], "attention", num_heads, head_dim)
+        # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), if `decay_bias` is None.
+        self.decay_adapter: Any = None
+        self.time: Time = prior.get("time", "frame")
+        self.support_key = json.dumps(
+            [self.num_supports, prior["support"], layer_idx, self.heads, self.time], sort_keys=True
+        )
+        self._plans: dict[tuple[str, tuple[int, ...], int, bool, str, Time], AttentionPlan] = {}
+
+    def active_decay(self) -> Decay | None:
+        """The decay of the next forward: the prior's own, or that of the active adapter."""
+        return self.decay_bias if self.decay_adapter is None else self.decay_adapter.active_decay()
+
+    def active_time(self) -> Time:
+        """How the next forward sees the frames of a clip: as the prior does, or the active adapter."""
+        own = None if self.decay_adapter is None else self.decay_adapter.active_time()
+        return self.time if own is None else own
+
+    def plan(
+        self,
+        grid: tuple[int, ...],
+        num_prefix_tokens: int = 0,
+        dense: bool = False,
+        layout: str = RASTER,
+    ) -> AttentionPlan:
+        """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs.
+
+        Args:
+            grid, num_prefix_tokens, layout: as in `AttentionPlan`.
+            dense: without the support, for a caller that leaves its pairs out by a bias.
+        """
+        decay = self.active_decay()
+        decay_key = NO_DECAY if decay is None else decay.key
+        # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
+        sides = tuple(operator.index(side) for side in grid)
+        prefix = operator.index(num_prefix_tokens)
+        return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout, self.active_time())
+
+    # Offsets come from Python integers and a private random generator, which a compiler does not trace.
+    # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
+    @torch._dynamo.assume_constant_result
+    def _constant_plan(
+        self,
+        support_key: str,
+        decay_key: str,
+        grid: tuple[int, ...],
+        num_prefix_tokens: int,
+        dense: bool,
+        layout: str,
+        time: Time,
+    ) -> AttentionPlan:
+        key = (decay_key, grid, num_prefix_tokens, dense, layout, time)
+        if key not in self._plans:
+            while len(self._plans) >= self.MAX_PLANS and self._plans_are_many():
+                self._plans.pop(next(iter(self._plans)))
+            support = self.prior["support"]
+            if dense:
+                support = resolve_support(None, self.num_supports, math.prod(grid), grid)
+            elif self.layer_idx == 0:
+                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens, time):
+                    logger.info(note)
+            self._plans[key] = AttentionPlan(
+                self.num_supports,
+                grid,
+                num_prefix_tokens,
+                support,
+                json.loads(decay_key),
+                self.layer_idx,
+                self.heads,
+                layout,
+                time,
+            )
+        return self._plans[key]
+
+    def _plans_are_many(self) -> bool:
+        """Whether the oldest plan has to go for a new one."""
+        tables = (table.nbytes for plan in self._plans.values() for table in plan.tables.values())
+        return len(self._plans) >= self.MOST_PLANS or sum(tables) > self.PLANS_BYTES
+
+    def attend(self, request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
+        """Attention of projected queries, keys and values with the layer's prior.
+
+        Token pruning cannot be combined with mixers or relative positions; `prior.check_together` refuses it.
+
+        Args:
+            request: has the layer's `plan`; decay, keys and relative positions are filled in here.
+            backend: as in `ops.run_plan`.
+
+        Returns:
+            As `ops.run_plan`.
+        """
+        if self.mixer is not None:
+            return self._mix(request, backend)
+        decay = self.active_decay()
+        # Nothing is made in vain: a small call costs little more than its Python.
+        if decay is not None or self.training:
+            request = request._replace(decay=None if decay is None else decay(), training=self.training)
+        if self.predictor is None and not len(self.relative_position):
+            return run_plan(request, backend)
+        return self._attend_with_modules(request, backend)
+
+    def _attend_with_modules(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
+        """`attend` with what a predictor chooses, and what relative positions add."""
+        bias = request.bias
+        relative: list[RelativePosition] = list(self.relative_position.values())  # type: ignore[arg-type]
+        for position in relative:
+            logits = position(request)
+            bias = logits if bias is None else add_bias(logits, bias)
+        on_values = [position for position in relative if position.uses_weights]
+        filled = request._replace(bias=bias, need_weights=request.need_weights or bool(on_values))
+        if self.predictor is not None:
+            top_k = self.predictor.top_k(request.q.shape[2])
+            key_ids = self.predictor(request) if top_k is None else None
+            filled = filled._replace(key_ids=key_ids, top_k=top_k, renormalise=self.predictor.renormalise)
+        out, weights = run_plan(filled, backend)
+        for position in on_values:
+            assert weights is not None
+            out = out + position.value_term(weights, request.plan)
+        return out, weights if request.need_weights else None
+
+    def _mix(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
+        """The mixer's output and weights. A mixer has one form, which no backend changes."""
+        assert self.mixer is not None
+        source, forced = forced_backend(backend)
+        if forced not in ("auto", "reference"):
+            raise ValueError(f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form")
+        if request.bias is not None:
+            raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
+        return self.mixer(request)
+
+
+class SparsePriorAttention(PriorAttention):
+    """Multi-head self-attention with a prior.
+
+    Args:
+        hidden_size: width of the tokens, a multiple of `num_heads`.
+        num_heads: H.
+        prior: resolved prior (`resolve_prior`).
+        layer_idx: layer number from 0; decides which head has which support.
+        qkv_bias, proj_bias: biases of the projections.
+        attention_dropout: dropout probability of the attention weights in training.
+        sizes: of the layer, if heads or widths were pruned; else they follow from width and heads.
+        value_dim: width of a head's values, if it is not that of its queries and keys.
+        key_bias: False for keys without a bias where `qkv_bias` is True.
+    """
+
+    UNIT_AXES: UnitAxes = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight"), ((HEADS, HEAD_WIDTH), (WIDTH,))),
+        **dict.fromkeys(("q_proj.bias", "k_proj.bias", "v_proj.bias"), ((HEADS, HEAD_WIDTH),)),
+        "o_proj.weight": ((WIDTH,), (HEADS, HEAD_WIDTH)),
+        "o_proj.bias": ((WIDTH,),),
+    }
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        prior: ResolvedPrior,
+        layer_idx: int = 0,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        attention_dropout: float = 0.0,
+        sizes: LayerSizes | None = None,
+        value_dim: int | None = None,
+        key_bias: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)
+        sizes = whole_layer(hidden_size, num_heads, 0) if sizes is None else sizes
+        self.key_dim = sizes.head_width
+        self.head_dim = self.key_dim if value_dim is None else value_dim
+        # None is the backends' own, the root of the width of a head.
+        self.logit_scale = None if sizes.scale_width == sizes.head_width else sizes.scale_width**-0.5
+        if prior["mixer"] != "softmax":  # which chooses it
+            self.key_dim = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], self.head_dim)
+        self.attention_dropout = attention_dropout
+        self.q_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias and key_bias)
+        self.v_proj = nn.Linear(hidden_size, len(sizes.heads) * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(len(sizes.heads) * self.head_dim, hidden_size, bias=proj_bias)
+        # Last, so that random weights are drawn in the order in which published seeds drew them.
+        width = self.key_dim if prior["mixer"] == "softmax" else self.head_dim
+        self._set_prior(num_heads, prior, layer_idx, width, sizes.heads)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        grid: tuple[int, ...] | Packing,
+        num_prefix_tokens: int = 0,
+        output_attentions: bool = False,
+        backend: str = "auto",
+        token_ids: Tensor | None = None,
+        keep_mask: Tensor | None = None,
+        weight_rows: int | None = None,
+        layout: str = RASTER,
+        rotations: Sequence[Rotation] | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Self-attention.
+
+        Args:
+            hidden_states: (B, T, hidden_size), prefix tokens first, then the patches; (1, total, hidden_size) of the
+                images of a `Packing`.
+            grid: (height, width) of the patches, or (frames, height, width) of those of a clip, frame after frame; or
+                the packing of images of several sizes.
+            num_prefix_tokens: number of tokens before the patches.
+            output_attentions: also return the attention weights.
+            backend: forces a backend of `hf_sparseprior.attention.functional`.
+            token_ids, keep_mask, weight_rows: as in `AttentionRequest`.
+            layout: the order in which the patches come, as in `AttentionPlan`.
+            rotations: rotary positions of the tokens of each grid, in their order; not with a mixer.
+
+        Returns:
+            As `hidden_states`, and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`. Of
+            a packing they are a list, one for each grid.
+        """
+        widths = (self.key_dim, self.key_dim, self.head_dim)
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (self.num_heads, width))
+            for projection, width in zip((self.q_proj, self.k_proj, self.v_proj), widths, strict=True)
+        )
+        options = (output_attentions, backend, token_ids, keep_mask, weight_rows, layout)
+        if not isinstance(grid, Packing):
+            heads = (q, k, v) if rotations is None else (rotate(q, rotations[0]), rotate(k, rotations[0]), v)
+            out, weights = self._attend_heads(heads, grid, num_prefix_tokens, *options)
+            return self.o_proj(out), weights
+        parts = list(zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True))
+        if rotations is not None:
+            parts = [(rotate(q, own), rotate(k, own), v) for (q, k, v), own in zip(parts, rotations, strict=True)]
+        found = [
+            self._attend_heads(own, sides, num_prefix_tokens, *options)
+            for own, sides in zip(parts, grid.grids, strict=True)
+        ]
+        return self.o_proj(joined([out for out, _ in found])), [weights for _, weights in found]
+
+    def _attend_heads(
+        self,
+        heads: tuple[Tensor, ...],
+        grid: tuple[int, ...],
+        num_prefix_tokens: int,
+        output_attentions: bool,
+        backend: str,
+        token_ids: Tensor | None,
+        keep_mask: Tensor | None,
+        weight_rows: int | None,
+        layout: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs of the heads side by side, (B, T, H * D), and weights, of q, k, v (B, T, H, D) of one grid."""
+        q, k, v = (tokens.transpose(1, 2) for tokens in heads)
+        request = AttentionRequest(
+            q,
+            k,
+            v,
+            self.plan(grid, num_prefix_tokens, layout=layout),
+            scale=self.logit_scale,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            token_ids=token_ids,
+            keep_mask=keep_mask,
+            need_weights=output_attentions,
+            weight_rows=weight_rows,
+        )
+        out, weights = self.attend(request, backend)
+        return out.transpose(1, 2).flatten(2), weights

@@ -1,0 +1,367 @@
+"""The `prior` of a config: five slots, resolved and checked together.
+
+support    which pairs are computed, known before the data        dense, fibottention, window, ...
+decay      learned weights of pairs                                none, violin, manhattan, ...
+predictor  keys chosen per image                                   none, topk, sparsifiner
+mixer      what is computed over the pairs                         softmax, linformer, efficient
+extras     further modules, a list                                 swin_rpb, irpe_k, localvit, evit, ...
+
+Where attention sees the patches of several frames together, `time` says how support and decay see the frames: "frame",
+"clip" or "axes", see `attention_plan.AttentionPlan`. Their names are joined by + like those of slots: "violin+clip".
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from hf_sparseprior.base.checks import check_keys
+from hf_sparseprior.base.extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
+from hf_sparseprior.base.resolved import TIMES, ResolvedModule, ResolvedPrior, Time
+from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.masks import pruning_ratio
+from hf_sparseprior.patterns.supports import (
+    SUPPORTS,
+    check_time,
+    frame_pairs,
+    own_grid,
+    resolve_support,
+    seen_pairs,
+    support_pattern,
+)
+from hf_sparseprior.patterns.token_order import RASTER
+from hf_sparseprior.priors.locality import LocalityBranch  # noqa: F401  registers itself
+from hf_sparseprior.priors.low_rank import MIXERS, Mixer
+from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
+from hf_sparseprior.priors.relative_position import RelativePosition  # noqa: F401  registers its kinds
+from hf_sparseprior.priors.sparsifiner import Sparsifiner  # noqa: F401  registers itself
+from hf_sparseprior.priors.token_pruning import TokenPruning
+
+# Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer and extras.
+PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality", "token_pruning"})
+SLOTS = ("support", "decay", "predictor", "mixer", "extras")
+TIME = "time"
+
+
+def prior_names() -> list[str]:
+    """Every name that `prior` accepts on its own."""
+    return [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
+
+
+PriorSpec = str | Mapping[str, Any] | ResolvedPrior
+
+
+class Stage(NamedTuple):
+    """Consecutive attention layers that share heads and grid.
+
+    num_heads: H. grid: (height, width) of the patches that see each other, or (frames, height, width). num_layers: how
+    many there are. num_windows: into how many such grids an image is divided. has_prefix: whether the model's prefix
+    tokens are there. takes_prior: False for layers with an attention of their own, which no prior changes.
+    """
+
+    num_heads: int
+    grid: tuple[int, ...]
+    num_layers: int = 1
+    num_windows: int = 1
+    has_prefix: bool = True
+    takes_prior: bool = True
+
+
+def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
+    """A prior as a dict of slots, not yet checked: a name fills its slot, names joined by + fill several."""
+    slots: dict[str, Any] = dict.fromkeys(SLOTS)
+    slots["extras"] = []
+    slots[TIME] = None
+    if prior is None:
+        return slots
+    if isinstance(prior, Mapping):
+        check_keys(prior, (*SLOTS, TIME), "prior")
+        return {**slots, **prior}
+    if not isinstance(prior, str):
+        raise ValueError(f"prior={prior!r} must be a name, names joined by +, or a dict of {', '.join(SLOTS)}")
+    for name in (part.strip() for part in prior.split("+")):
+        registries: dict[str, dict] = {"support": SUPPORTS, "decay": DECAYS, "predictor": PREDICTORS, "mixer": MIXERS}
+        slot = next((slot for slot, registry in registries.items() if name in registry), None)
+        if name in TIMES:
+            if slots[TIME] is not None:
+                raise ValueError(f"prior={prior!r} says twice how it sees time, {slots[TIME]!r} and {name!r}")
+            slots[TIME] = name
+        elif name in EXTRAS:
+            slots["extras"].append(name)
+        elif slot is None:
+            near = difflib.get_close_matches(name, [*prior_names(), *TIMES], n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"prior={prior!r}: {name!r} is no prior; {hint}Names: {', '.join(prior_names())}; over the frames of "
+                f"clips also {', '.join(TIMES)}"
+            )
+        elif slots[slot] is not None:
+            raise ValueError(f"prior={prior!r} fills the {slot} twice, with {slots[slot]!r} and {name!r}")
+        else:
+            slots[slot] = name
+    return slots
+
+
+def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) -> ResolvedPrior:
+    """The full form of a prior for one stage: every slot with every setting, ready to be written to config.json.
+
+    Args:
+        prior: a name, names joined by +, or a dict of slots.
+        num_heads: H.
+        grid: (height, width) of the patches, or (frames, height, width) of those of a clip that attention sees
+            together.
+
+    Raises:
+        ValueError: the message has the field, the value and what is allowed.
+    """
+    slots = parse_prior(prior)
+    time = _resolve_time(slots, grid)
+    own = own_grid(grid, time)
+    try:
+        support = resolve_support(slots["support"], num_heads, math.prod(own), own)
+    except ValueError as error:
+        raise ValueError(f"prior: {error} ({'x'.join(map(str, own))} grid)") from None
+    try:
+        decay = resolve_decay(slots["decay"], own)
+    except ValueError as error:
+        raise ValueError(f"prior: {error}") from None
+    try:
+        whole = (math.prod(grid[:-1]), grid[-1])  # what these are made for is the number of all patches
+        predictor = resolve_predictor(slots["predictor"], whole)
+        mixer = resolve_mixer(slots["mixer"], whole)
+        extras = resolve_extras(slots["extras"], whole)
+    except ValueError as error:
+        raise ValueError(f"prior: {error}") from None
+    resolved = ResolvedPrior(support=support, decay=decay, predictor=predictor, mixer=mixer, extras=extras)
+    check_together(resolved)
+    if len(grid) == 3:
+        _check_clip(resolved, time, list(whole))
+    if time != "frame":
+        resolved["time"] = time
+    return resolved
+
+
+def _resolve_time(slots: Mapping[str, Any], grid: Sequence[int]) -> Time:
+    """How the prior sees time: as given, or as its support needs it, or per frame."""
+    given, support = slots[TIME], slots["support"]
+    name = support.get("name") if isinstance(support, Mapping) else support
+    sees_time = isinstance(name, str) and name in SUPPORTS and SUPPORTS[name].sees_time
+    time: Time = "clip" if sees_time else "frame"
+    if given is None:
+        given = time
+    try:
+        time = check_time(given)
+    except ValueError as error:
+        raise ValueError(f"prior: {error}") from None
+    if len(grid) == 2:
+        if slots[TIME] not in (None, "frame"):
+            raise ValueError(
+                f"prior: time={time!r} is for attention over the frames of a clip; here it sees one image or frame"
+            )
+        return "frame"
+    if sees_time and time != "clip":
+        raise ValueError(f"prior: support {name!r} goes by distances in time; with it time={time!r} must be 'clip'")
+    return time
+
+
+def _check_clip(prior: ResolvedPrior, time: Time, whole: list[int]) -> None:
+    """Raise for what has no meaning over the frames of a clip, or nothing to act on there."""
+    if (found := predictor_or_mixer(prior)) is not None and found[0].get("grid", whole) != whole:
+        raise ValueError(
+            f"prior: {found[0]['name']}: grid={found[0]['grid']} must be {whole}, the frames one below the other"
+        )
+    for extra in prior["extras"]:
+        if EXTRAS[extra["name"]].place == "attention":
+            raise ValueError(f"prior: {extra['name']!r} is of places in one image, and attention sees several frames")
+    support = prior["support"]["name"]
+    if time != "frame" and support == "dense" and prior["decay"] is None:
+        raise ValueError(
+            f"prior: time={time!r} is how support and decay see time, and {prior_name(prior)!r} has neither"
+        )
+    if time == "axes" and not SUPPORTS[support].sees_grid and support != "dense":
+        pattern = support_pattern(prior["support"], num_heads=1, num_tokens=4)
+        if pattern.pairs is not None and not any(pattern.offsets):
+            raise ValueError(f"prior: support {support!r} has no offsets, so time='axes' would leave frames apart")
+
+
+def resolve_stages(
+    prior: PriorSpec | Sequence[PriorSpec | None] | None, stages: Sequence[Stage]
+) -> list[ResolvedPrior]:
+    """The full form of a prior for each stage of a model.
+
+    Args:
+        prior: one for all stages, or a list with one for each.
+        stages: heads and grid of each.
+
+    Raises:
+        ValueError: as `resolve_prior`, with the stage if there are several; and for a list of another length.
+    """
+    if isinstance(prior, Sequence) and not isinstance(prior, str):
+        if len(prior) != len(stages):
+            raise ValueError(f"prior: a list of {len(prior)} must have one for each of {len(stages)} stages")
+        priors = list(prior)
+    else:
+        priors = [prior] * len(stages)
+    resolved = []
+    for number, (own, stage) in enumerate(zip(priors, stages, strict=True), start=1):
+        try:
+            resolved.append(resolve_prior(own, stage.num_heads, stage.grid))
+        except ValueError as error:
+            if len(stages) == 1:
+                raise
+            raise ValueError(f"{error} (stage {number} of {len(stages)})") from None
+    return resolved
+
+
+def resolve_predictor(predictor: ModuleSpec | None, grid: Sequence[int]) -> ResolvedModule | None:
+    """The full form of a predictor; None for none."""
+    if predictor is None or predictor == "none":
+        return None
+    return resolve_module(predictor, "predictor", PREDICTORS, grid)
+
+
+def resolve_mixer(mixer: ModuleSpec | None, grid: Sequence[int]) -> Literal["softmax"] | ResolvedModule:
+    """The full form of a mixer; the softmax has no settings and stays a name."""
+    resolved = resolve_module("softmax" if mixer is None else mixer, "mixer", MIXERS, grid)
+    return "softmax" if resolved["name"] == "softmax" else resolved
+
+
+def check_together(prior: ResolvedPrior) -> None:
+    """Raise if what fills one slot has nothing to act on because of another slot."""
+    _check_pruning(prior)
+    if prior["predictor"] is not None and prior["support"]["name"] != "dense":
+        raise ValueError(
+            f"prior: predictor {prior['predictor']['name']!r} chooses among all keys; with it support="
+            f"{prior['support']['name']!r} must be 'dense'"
+        )
+    if prior["predictor"] is not None and prior["support"]["mask_fill"] != "neg_inf":
+        raise ValueError(
+            f"prior: predictor {prior['predictor']['name']!r} leaves keys out whole; mask_fill="
+            f"{prior['support']['mask_fill']!r} must be 'neg_inf'"
+        )
+    if prior["mixer"] == "softmax":
+        return
+    others = {
+        "support": [prior["support"]["name"]] if prior["support"]["name"] != "dense" else [],
+        "decay": [prior["decay"]["name"]] if prior["decay"] else [],
+        "predictor": [prior["predictor"]["name"]] if prior["predictor"] else [],
+        "extras": [extra["name"] for extra in prior["extras"] if EXTRAS[extra["name"]].place == "attention"],
+    }
+    for slot, names in others.items():
+        if names:
+            raise ValueError(
+                f"prior: mixer {prior['mixer']['name']!r} has no softmax over pairs for {slot} {', '.join(names)!r}"
+            )
+
+
+def pruning_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[TokenPruning]] | None:
+    """Settings and class of the token pruning of a resolved prior, if it has one."""
+    for extra in prior["extras"]:
+        kind = EXTRAS[extra["name"]]
+        if issubclass(kind, TokenPruning):
+            return extra, kind
+    return None
+
+
+def _check_pruning(prior: ResolvedPrior) -> None:
+    """Raise if token pruning comes with what needs every token, or with a second token pruning."""
+    if (found := pruning_of(prior)) is None:
+        return
+    settings, _ = found
+    name = settings["name"]
+    if others := [extra["name"] for extra in prior["extras"] if extra["name"] != name]:
+        raise ValueError(f"prior: {name!r} drops tokens, which {', '.join(others)} cannot follow")
+    if prior["mixer"] != "softmax":
+        raise ValueError(f"prior: {name!r} drops tokens, which mixer {prior['mixer']['name']!r} cannot follow")
+    predictor = prior["predictor"]
+    if predictor is not None and settings.get("fuse") and PREDICTORS[predictor["name"]].by_place:
+        raise ValueError(
+            f"prior: predictor {predictor['name']!r} goes by places in the grid, and the fused token of {name!r} has "
+            "none; set fuse to false"
+        )
+
+
+def predictor_or_mixer(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[Predictor] | type[Mixer]] | None:
+    """Settings and class of the mixer or the predictor of a resolved prior; None if the support decides the pairs."""
+    if prior["mixer"] != "softmax":
+        return prior["mixer"], MIXERS[prior["mixer"]["name"]]
+    if prior["predictor"] is not None:
+        return prior["predictor"], PREDICTORS[prior["predictor"]["name"]]
+    return None
+
+
+def prior_weights(prior: ResolvedPrior, stage: Stage, width: int, hidden: int) -> int:
+    """Weights of a prior's modules in the layers of a stage, as `PriorModule.num_weights` counts them.
+
+    Args:
+        width, hidden: of the tokens, and between the MLP's layers.
+    """
+    found = predictor_or_mixer(prior)
+    weights = found[1].num_weights(found[0], stage.num_heads, width, hidden) * stage.num_layers if found else 0
+    for extra in prior["extras"]:
+        kind = EXTRAS[extra["name"]]
+        copies = 1 if kind.place == "model" else stage.num_layers
+        weights += copies * kind.num_weights(extra, stage.num_heads, width, hidden)
+    return weights
+
+
+def common_order(prior: ResolvedPrior) -> str:
+    """The order that patches may have throughout the layers with this prior, which is moving them only once.
+
+    It is that of the support if all heads have the same and no module of the prior needs raster order. Otherwise it is
+    raster order, and attention itself moves queries, keys and values.
+    """
+    order = prior["support"].get("order", RASTER)
+    if not isinstance(order, str) or not all(EXTRAS[extra["name"]].takes_layouts for extra in prior["extras"]):
+        return RASTER
+    return order
+
+
+def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
+    """Short name of a resolved prior: "fibottention+violin"; of those of several stages each once, "violin, dense"."""
+    if isinstance(prior, Sequence):
+        return ", ".join(dict.fromkeys(map(prior_name, prior)))
+    time = prior.get("time", "frame")
+    own = time != "frame" and not SUPPORTS[prior["support"]["name"]].sees_time
+    parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
+    parts += [filled["name"] for filled in (prior["decay"], prior["predictor"]) if filled]
+    parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []
+    parts += [extra["name"] for extra in prior["extras"]]
+    parts += [time] if own else []
+    return "+".join(parts) or "dense"
+
+
+def is_prior_weight(key: str) -> bool:
+    """Whether a weight of this name belongs to a prior. Foreign checkpoints do not have it, and it may start anew."""
+    return not PRIOR_MODULES.isdisjoint(key.split("."))
+
+
+def prior_pruning_ratio(
+    prior: ResolvedPrior,
+    num_heads: int,
+    grid: Sequence[int],
+    num_prefix_tokens: int,
+    head_dim: int,
+    layer: int = 0,
+    heads: Sequence[int] | None = None,
+) -> float:
+    """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
+
+    `layer` and `heads` are as in `support_of_heads`; all heads of a layer have the same pairs in every layer.
+    Pairs that token pruning drops are not included, because they differ between layers (`analysis.flops` counts them).
+    Mixers have no pairs. For them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
+    """
+    num_tokens = math.prod(grid)
+    if (found := predictor_or_mixer(prior)) is not None:
+        settings, kind = found
+        kept = kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
+        return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
+    sizes: dict[str, Any] = {"num_heads": num_heads, "grid": grid, "layer": layer, "heads": heads}
+    sizes["time"] = prior.get("time", "frame")
+    if (of_frame := frame_pairs(prior["support"], **sizes)) is not None:
+        offsets, pairs, _ = of_frame
+        return pruning_ratio(offsets, math.prod(grid[1:]), num_prefix_tokens, pairs, frames=grid[0])
+    offsets, pairs, _ = seen_pairs(prior["support"], **sizes)
+    return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)

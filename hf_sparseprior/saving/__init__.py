@@ -1,0 +1,1 @@
+"""What lies in a saved folder besides the weights."""

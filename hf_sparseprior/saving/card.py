@@ -1,0 +1,217 @@
+"""The model card of a saved model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.files import write_bytes
+from hf_sparseprior.saving.processor import takes_clips
+
+CARD = "README.md"
+TAGS = ("vision-transformer", "sparse-attention", "spatial-prior")
+SPLITS = ("test", "validation")  # the first part of a metric's name in results.json
+
+
+def model_card(
+    config: Any,
+    results: dict[str, Any] | None = None,
+    license_name: str = "apache-2.0",
+    tags: Sequence[str] = (),
+) -> str:
+    """Text of the model card.
+
+    Args:
+        config: the model's config.
+        results: results.json of the run that trained it; data, metrics and command go into the card, the metrics also
+            into its header, where the hub looks for them.
+        license_name: for the card's header.
+        tags: more of them for the header.
+    """
+    results = results or {}
+    classifies = any("Classification" in name for name in config.architectures or [])
+    clips = takes_clips(config)
+    tag = ("video" if clips else "image") + "-classification"
+    if not classifies:
+        tag = "feature-extraction" if clips else "image-feature-extraction"
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {tag}",
+        f"license: {license_name}",
+        f"tags: [{', '.join(dict.fromkeys((*TAGS, *map(_quoted, tags))))}]",
+        *model_index(f"{FAMILIES[config.model_type].title} {config.prior_name}", tag, results),
+        "---",
+        "",
+        f"# {FAMILIES[config.model_type].title}, prior: {config.prior_name}",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| architecture | {_architecture(config)} |",
+        f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
+        *([f"| frames | {config.num_frames} |"] if clips else []),
+        f"| prior | `{json.dumps(config.prior)}` |",
+        f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
+        *([f"| classes | {config.num_labels} |"] if classifies else []),
+        f"| data | {_without_folders(results.get('data', 'not recorded'))} |",
+    ]
+    metrics = results.get("metrics", {})
+    lines += [f"| {name} | {value} |" for name, value in metrics.items()] or ["| metrics | not recorded |"]
+    if decoding := _decoding(results):
+        lines.append(f"| images decoded with | {', '.join(decoding)} |")
+    if "command" in results:
+        lines.append(f"| trained with | `{_without_folders(results['command'])}` |")
+    lines += [
+        "",
+        "```python",
+        *(_FEATURES if not classifies else _CLASSIFY_CLIPS if clips else _CLASSIFY),
+        "```",
+        "",
+        *_other_decoding(results),
+        "Where hf_sparseprior is installed and imported, `trust_remote_code` is not needed.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def model_index(name: str, task: str, results: dict[str, Any]) -> list[str]:
+    """Metrics as the hub reads them, lines of a card's header; none without metrics of test or validation.
+
+    Args:
+        name: the model's. task: the pipeline that it is for. results: results.json of its run.
+    """
+    measured: dict[str, list[str]] = {}
+    for full, value in results.get("metrics", {}).items():
+        split, _, kind = full.partition("_")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if split in SPLITS and kind and number:
+            metric = {"type": kind, "value": value, "name": full}
+            measured.setdefault(split, []).append(f"    - {json.dumps(metric, ensure_ascii=False)}")
+    if not measured:
+        return []
+    data = (results.get("config") or {}).get("data") or {}
+    source, path = data.get("source"), data.get("path")
+    # A data set of the hub by its name there, files by the name of their folder.
+    kind = path if source == "hub" else Path(str(path)).name if path else source
+    text = _without_folders(results.get("data", "not recorded"))
+    lines = ["model-index:", f"- name: {json.dumps(name)}", "  results:"]
+    for split, metrics in measured.items():
+        dataset = {"type": str(kind or "unknown"), "name": text, "split": split}
+        lines += [
+            f"  - task: {json.dumps({'type': task})}",
+            f"    dataset: {json.dumps(dataset, ensure_ascii=False)}",
+            "    metrics:",
+            *metrics,
+        ]
+    return lines
+
+
+def _quoted(tag: str) -> str:
+    return tag if re.fullmatch(r"[A-Za-z][\w-]*", tag) else json.dumps(tag)
+
+
+def add_requirement(folder: Path, what: str, loading: str) -> None:
+    """Say in a folder's README.md that what is saved there needs this package, unless it says so already.
+
+    Args:
+        what: the subject of the sentence. loading: lines of Python.
+    """
+    card = folder / CARD
+    text = card.read_text(encoding="utf-8", errors="surrogateescape") if card.is_file() else ""
+    if "import hf_sparseprior" in text:
+        return
+    lines = [
+        *(["", ""] if text else ["---", "library_name: transformers", "---", ""]),
+        "# hf_sparseprior",
+        "",
+        f"{what} needs the Python package hf_sparseprior, which is imported before it is loaded:",
+        "",
+        "```python",
+        loading,
+        "```",
+        "",
+    ]
+    write_bytes(card, (text + "\n".join(lines)).encode(errors="surrogateescape"))
+
+
+def add_adapter_requirement(folder: Path) -> None:
+    """`add_requirement` for an adapter of peft whose method is ours or whose base model is."""
+    add_requirement(folder, "This adapter", _ADAPTER)
+
+
+_ADAPTER = """\
+import hf_sparseprior
+import peft
+
+model = peft.PeftModel.from_pretrained(base_model, "PATH_OR_NAME_OF_THIS_ADAPTER")"""
+
+
+def _without_folders(text: Any) -> str:
+    """A text in which absolute paths keep their last part alone. A card is read on other machines, by other people."""
+    return re.sub(r"""(?<![^\s='"\[,:(])/(?:[^\s'"/,\])]+/)+(?=[^\s'"/,\])])""", "", str(text))
+
+
+def _decoding(results: dict[str, Any]) -> list[str]:
+    """How training decoded images, as far as the results say it."""
+    exif = {"apply": "EXIF orientation applied", "ignore": "EXIF orientation ignored"}
+    depth = {"scale": "16-bit images divided by 256"}
+    found = (exif.get(results.get("exif") or ""), depth.get(results.get("depth16") or ""))
+    return [text for text in found if text]
+
+
+def _other_decoding(results: dict[str, Any]) -> list[str]:
+    """How to hand images to a pipeline that decodes them in another way than training did."""
+    lines: list[str] = []
+    if results.get("exif") == "ignore":
+        lines += [
+            "Training ignored EXIF orientation, which pipelines apply. For images that have one:",
+            "",
+            "```python",
+            'classify(Image.fromarray(np.asarray(Image.open("image.jpg").convert("RGB"))))',
+            "```",
+            "",
+        ]
+    if results.get("depth16") == "scale":
+        lines += [
+            "Training divided images of 16 bits by 256, where pipelines cut them off at 255. For such images:",
+            "",
+            "```python",
+            'classify(Image.fromarray((np.asarray(Image.open("image.png")).clip(0, 65535) // 256).astype("uint8")))',
+            "```",
+            "",
+        ]
+    return lines
+
+
+_CLASSIFY = (
+    "from transformers import pipeline",
+    'classify = pipeline("image-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    'classify("image.png")',
+)
+# Decoding needs PyAV (pip install av).
+_CLASSIFY_CLIPS = (
+    "from transformers import pipeline",
+    'classify = pipeline("video-classification", model="PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    'classify("clip.mp4")',
+)
+_FEATURES = (
+    "from transformers import AutoModel",
+    'model = AutoModel.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)',
+    "features = model(pixel_values).last_hidden_state",
+)
+
+
+def _pruned(config: Any) -> str:
+    """What the pruning ratio is a percentage of (`prior.prior_pruning_ratio`)."""
+    if all(prior["mixer"] == "softmax" for prior in config.stage_priors):
+        return "query-key pairs left out"
+    return "dense attention's multiply-adds over query-key pairs saved"
+
+
+def _architecture(config: Any) -> str:
+    return f"{FAMILIES[config.model_type].architecture}, {config.summary}"
