@@ -17,6 +17,9 @@ from hf_sparseprior.adapters.peft_hook import register_with_peft as _register_wi
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.adapters.stock_loading import from_pretrained, load_prior
 from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.attention.choice import register_backend
+from hf_sparseprior.base.extras import register_extra
+from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
@@ -33,6 +36,14 @@ from hf_sparseprior.models.modeling_sparseprior_vit import (
     SparsePriorViTModel,
 )
 from hf_sparseprior.patterns import curves, sequences, supports
+from hf_sparseprior.patterns.curves import register_clip_curve, register_curve
+from hf_sparseprior.patterns.decay import Decay, register_decay
+from hf_sparseprior.patterns.pattern import Pattern, register_support
+from hf_sparseprior.patterns.sequences import register_sequence
+from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.low_rank import register_mixer
+from hf_sparseprior.priors.predictor import register_predictor
+from hf_sparseprior.priors.prior import resolve_prior
 
 # isort: split
 # Families are listed in the order of these imports, the usual one first.
@@ -58,8 +69,12 @@ from hf_sparseprior.models.modeling_sparseprior_iformer import (
 )
 
 __all__ = [
+    "Decay",
+    "Family",
     "LoraViolinConfig",
     "MixedSizesCollator",
+    "Pattern",
+    "SparsePriorAttention",
     "SparsePriorConvitBackbone",
     "SparsePriorConvitConfig",
     "SparsePriorConvitForImageClassification",
@@ -84,16 +99,30 @@ __all__ = [
     "apply_prior",
     "curves",
     "from_pretrained",
+    "heads",
     "load_prior",
     "mixed_size_processor",
     "ops",
+    "register_backend",
+    "register_clip_curve",
+    "register_curve",
+    "register_decay",
+    "register_extra",
+    "register_family",
+    "register_mixer",
+    "register_predictor",
+    "register_sequence",
+    "register_support",
     "remove_prior",
+    "resolve_prior",
     "sequences",
     "supports",
 ]
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "heads":  # of transformers, which take a second to import
+        return _importlib.import_module("hf_sparseprior.models.heads")
     # These need peft, which is imported only when they are used.
     if name not in ("LoraViolinConfig", "ViolinAdapterConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

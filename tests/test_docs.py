@@ -106,3 +106,11 @@ def test_commands_of_pages_name_one_run_or_comparison():
             read_cell(ROOT / name)
         except (ValueError, OSError) as error:
             pytest.fail(f"{page.relative_to(ROOT)}: {error}")
+
+
+def test_examples_need_names_of_the_package_alone():
+    """Modules may move; what is imported from `hf_sparseprior` itself, or from a room that it does not import, stays."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb"), *ROOT.glob("tasks/**/*.md")]
+    lines = [line for page in pages for line in re.findall(r"(?:from|import) hf_sparseprior\S*", page.read_text())]
+    allowed = r"import hf_sparseprior|from hf_sparseprior|from hf_sparseprior\.(analysis\.decays|training)"
+    assert len(lines) > 20 and [line for line in lines if not re.fullmatch(allowed, line.rstrip("`.,;\\n\"'"))] == []

@@ -1,12 +1,12 @@
 """Heads of transformers on our backbones: which maps each takes, and one call that makes the model.
 
     from transformers import UperNetForSemanticSegmentation
-    from hf_sparseprior.models import heads
-    from hf_sparseprior import SparsePriorViTConfig
-    model = heads.make_head("upernet", SparsePriorViTConfig.from_preset("deit_small", prior="violin"), num_labels=150)
+    import hf_sparseprior as sp
+    config = sp.SparsePriorViTConfig.from_preset("deit_small", prior="violin")
+    model = sp.heads.make_head("upernet", config, num_labels=150)
     model.save_pretrained("FOLDER")                                # a folder of transformers' own class
     UperNetForSemanticSegmentation.from_pretrained("FOLDER")       # after `import hf_sparseprior`
-    heads.offer_code("FOLDER")                                     # for `trust_remote_code=True` instead
+    sp.heads.offer_code("FOLDER")                                  # for `trust_remote_code=True` instead
 
 A head needs nothing of ours besides the config of its backbone, so `UperNetConfig(backbone_config=...)` does the same;
 `make_head` chooses `out_features` and `map_scales` and refuses in one line what would fail within a head.
