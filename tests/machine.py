@@ -1,4 +1,4 @@
-"""Whether this is the machine on which tests/fixtures/before_16 was made."""
+"""Whether this is the machine on which tests/fixtures/saved_79213a46 was made."""
 
 import json
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-MADE_WITH = Path(__file__).parent / "fixtures" / "before_16" / "made_with.json"
+MADE_WITH = Path(__file__).parent / "fixtures" / "saved_79213a46" / "made_with.json"
 
 
 def same_machine() -> bool:

@@ -109,7 +109,7 @@ def test_commands_of_pages_name_one_run_or_comparison():
 
 
 def test_examples_need_names_of_the_package_alone():
-    """Modules may move; what is imported from `hf_sparseprior` itself, or from a room that it does not import, stays."""
+    """Modules may move; names of `hf_sparseprior` itself, and of rooms that it does not import, stay."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb"), *ROOT.glob("tasks/**/*.md")]
     lines = [line for page in pages for line in re.findall(r"(?:from|import) hf_sparseprior\S*", page.read_text())]
     allowed = r"import hf_sparseprior|from hf_sparseprior|from hf_sparseprior\.(analysis\.decays|training)"

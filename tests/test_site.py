@@ -24,7 +24,7 @@ PAGES = {
     path.stem: path
     for path in (
         *(ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))),
-        *(ROOT / "docs" / "index.md", ROOT / "docs" / "upgrading.md"),
+        ROOT / "docs" / "index.md",
     )
 }
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))

@@ -121,6 +121,7 @@ def test_every_form_of_import_is_seen(source, tasks, when_imported):
 
 def test_importing_goes_in_no_circle():
     assert circle({name: imported_modules(name, everywhere=False) for name in MODULES}) == set()
+    assert circle({name: imported_modules(name) for name in LIBRARY}) == set()
 
 
 def test_a_circle_is_found():

@@ -2,7 +2,7 @@
 
 peft has no entry points for methods of other packages, so we wait for its import. `import hf_sparseprior` puts a finder
 into `sys.meta_path`, which finds peft once, imports `adapters.violin` after it, and removes itself. The end of
-`adapters.violin` shows what that changes in peft: seven entries in peft's registries (`register_peft_method` takes no
+`adapters.violin` shows what that changes in peft: five entries in peft's registries (`register_peft_method` takes no
 name outside peft's own list), and one method of `BaseTuner`, wrapped by a check that raises or returns what peft
 returned.
 """

@@ -25,8 +25,6 @@ from hf_sparseprior.saving.saved_config import PRIOR_RECORD
 # The name in `AttentionInterface`, and in config.json of models saved with a prior. Where this package is missing,
 # transformers refuses the name in words that quote it, so it is the package's.
 IMPLEMENTATION = "hf_sparseprior"
-# What older folders say, whatever support or decay they have.
-OLD_IMPLEMENTATIONS = ("sparse_prior", "fibottention", "violin")
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
 _OTHER_END = -100.0  # what Swin adds to the logits of such pairs
 MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
@@ -78,7 +76,7 @@ class StockPrior(PriorAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self.for_adapters:
-            state_dict.setdefault(prefix + MARKER, getattr(self, MARKER))  # state dicts of earlier versions have none
+            state_dict.setdefault(prefix + MARKER, getattr(self, MARKER))  # a plain model's state dict has none
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -224,7 +222,7 @@ def _no_prior(module: nn.Module) -> str:
     """Why a module whose config names our attention has no prior."""
     if hasattr(getattr(module, "config", None), RECORD):
         return (
-            f"{type(module).__name__} was saved with a prior by an earlier version, which has not been loaded: "
+            f"{type(module).__name__} was saved with a prior, which has not been loaded: "
             "call hf_sparseprior.load_prior(model, folder), or load with hf_sparseprior.from_pretrained"
         )
     return (
@@ -249,6 +247,5 @@ def _wants_weights(config: Any, kwargs: dict[str, Any]) -> bool:
     return "attentions" in (_active_collector.get() or {})
 
 
-for _name in (IMPLEMENTATION, *OLD_IMPLEMENTATIONS):
-    AttentionInterface.register(_name, prior_attention)
-    AttentionMaskInterface.register(_name, sdpa_mask)
+AttentionInterface.register(IMPLEMENTATION, prior_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

@@ -11,9 +11,6 @@ happens:
     the same, attn_implementation=...  without the package           a warning, and a report of unexpected weights
     the same, config=... of one's own  by from_pretrained            a report of unexpected weights
                                        by from_pretrained below      ValueError
-    older, without quantization_config by from_pretrained            RuntimeError at the first forward
-                                       by from_pretrained below      the prior is back
-    the same, attn_implementation=...  by from_pretrained            loads without the prior, unnoticed
 """
 
 from __future__ import annotations
@@ -39,11 +36,10 @@ from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
     IMPLEMENTATION,
     MARKER,
-    OLD_IMPLEMENTATIONS,
     RECORD,
     stock_priors,
 )
-from hf_sparseprior.adapters.stock_saving import LOADER, OLD_LOADER, SCALARS_FILE, scalars_of
+from hf_sparseprior.adapters.stock_saving import LOADER, SCALARS_FILE, scalars_of
 from hf_sparseprior.base.config_keys import config_file
 from hf_sparseprior.base.loading import load_pretrained
 from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
@@ -52,7 +48,6 @@ LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token"
 
 
 @register_quantization_config(LOADER)
-@register_quantization_config(OLD_LOADER)
 @dataclass
 class PriorLoaderConfig(QuantizationConfigMixin):
     """The `quantization_config` of a folder with a prior; the prior itself is in the config's `sparse_prior`."""
@@ -72,7 +67,6 @@ class PriorLoaderConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(LOADER)
-@register_quantizer(OLD_LOADER)
 class PriorLoader(HfQuantizer):
     """Puts the prior back after the weights of a stock model are loaded."""
 
@@ -110,7 +104,7 @@ class PriorLoader(HfQuantizer):
 
 
 def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any) -> Any:
-    """A stock model with the prior that it was saved with, also from older folders.
+    """A stock model with the prior that it was saved with.
 
     Args:
         model_class: a class of transformers, or one of its Auto classes.
@@ -140,7 +134,7 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
 def load_prior(model: PreTrainedModel, source: str | os.PathLike, **location: Any) -> PreTrainedModel:
     """Give a loaded stock model the prior that a folder was saved with, and its scalars.
 
-    Needed for older folders, and after a load that left the prior out; other folders bring it themselves.
+    Needed after a load that left the prior out; otherwise a folder brings it itself.
 
     Args:
         model: as `from_pretrained` of a stock class returned it.
@@ -174,7 +168,7 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
         scalars = load_file(scalars_path)
     except SafetensorError as error:
         raise OSError(f"{scalars_path} is damaged: {error}") from None
-    naming_us = [config for config in _configs(model) if config._attn_implementation in _IMPLEMENTATIONS]
+    naming_us = [config for config in _configs(model) if config._attn_implementation == IMPLEMENTATION]
     for config in naming_us:
         config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     try:
@@ -190,9 +184,6 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
         for name in (RECORD, "quantization_config"):
             if hasattr(config, name) and (name == RECORD or _is_ours(config.quantization_config)):
                 delattr(config, name)
-
-
-_IMPLEMENTATIONS = (IMPLEMENTATION, *OLD_IMPLEMENTATIONS)
 
 
 def _apply_record(model: PreTrainedModel, record: dict[str, Any]) -> None:
@@ -261,7 +252,7 @@ def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] 
 
 def _is_ours(quantization_config: Any) -> bool:
     if isinstance(quantization_config, dict):
-        return quantization_config.get("quant_method") in (LOADER, OLD_LOADER)
+        return quantization_config.get("quant_method") == LOADER
     return isinstance(quantization_config, PriorLoaderConfig)
 
 

@@ -34,12 +34,11 @@ from hf_sparseprior.adapters.stock_attention import (
 )
 from hf_sparseprior.base.files import write_bytes
 from hf_sparseprior.saving.card import add_requirement
-from hf_sparseprior.saving.saved_config import PRIOR_LOADERS
+from hf_sparseprior.saving.saved_config import PRIOR_LOADER
 
 SCALARS_FILE = "sparse_prior.safetensors"
 SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters
-# `quant_method` of the quantizer in `stock_loading`, and what older folders call it.
-LOADER, OLD_LOADER = PRIOR_LOADERS
+LOADER = PRIOR_LOADER  # `quant_method` of the quantizer in `stock_loading`
 
 
 def save_with_prior(

@@ -541,7 +541,4 @@ PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.VIOLIN] = ViolinModel
 PEFT_TYPE_TO_PREFIX_MAPPING[AdapterType.VIOLIN] = ViolinModel.prefix
 # No prefix: `load_adapter` of transformers then looks for the names of every method, and here there are two.
 PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinConfig
-# What folders of earlier versions call them. Their configs say the new names once they are made.
-PEFT_TYPE_TO_CONFIG_MAPPING["VIOLIN"] = ViolinAdapterConfig
-PEFT_TYPE_TO_CONFIG_MAPPING["LORA_VIOLIN"] = LoraViolinConfig
 PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.LORA_VIOLIN] = LoraViolinModel

@@ -7,8 +7,6 @@ support costs 2 nnz d_h multiply-adds a layer, where nnz is the number of attend
 pairs is "chooser". If tokens are pruned, "pruning" has the linear layers that decide which, or the class token's
 logits, which are computed once more.
 
-What the papers' numbers count is in `analysis.paper_numbers`.
-
 `analysis.flops_swin` counts models with windows, `analysis.flops_convit` those with gated positional attention,
 `analysis.flops_iformer` those with convolutional stages, `analysis.flops_timesformer` those of clips.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 
@@ -21,25 +22,28 @@ class Plain:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-_stack: list[Plain] = []
+_plain: ContextVar[Plain | None] = ContextVar("plain_operations", default=None)
+_open: list[Plain] = []  # the blocks of all threads
 
 
 def plain() -> Plain | None:
-    """What holds in a block of `plain_operations`; None outside."""
-    return _stack[-1] if _stack else None
+    """What holds in a block of `plain_operations`; None outside, and in other threads."""
+    # TorchDynamo cannot trace `ContextVar.get`, and no graph of its own is made within a block.
+    return _plain.get() if _open else None
 
 
 @contextmanager
 def plain_operations(*backends: str) -> Iterator[Plain]:
     """Within the block no compiled kernel is called, no batch size is decided on, and these backends run attention.
 
-    It is for tracing in one thread: other threads that call a model meanwhile take the same backends.
-
     Args:
         backends: by name, "reference" last, which runs everything. The environment does not change them.
     """
-    _stack.append(Plain(backends))
+    block = Plain(backends)
+    before = _plain.set(block)
+    _open.append(block)
     try:
-        yield _stack[-1]
+        yield block
     finally:
-        _stack.pop()
+        _open.remove(block)
+        _plain.reset(before)

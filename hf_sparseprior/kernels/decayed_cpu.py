@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.kernels.calling import call, records
-from hf_sparseprior.kernels.diagonal_cpu import like_projection
+from hf_sparseprior.kernels.diagonal_cpu import like_projection, when_loaded
 from hf_sparseprior.kernels.second_derivatives import decayed, gradients
 
 
@@ -84,3 +84,6 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple:
         grad, q, k, v, positions, log_gamma, alpha, prefix_gamma, *ctx.options
     )
     return dq, dk, dv, None, *scalars, None, None
+
+
+when_loaded(register)

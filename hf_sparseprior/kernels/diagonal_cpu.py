@@ -5,6 +5,7 @@ Shapes as in diagonal_cpu.cpp: B batch, H heads, T = P + N tokens, P prefix toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from hf_sparseprior.kernels.second_derivatives import gradients, offset_pairs, o
 
 ROWS = 16  # rows of a block; arrays over pairs are padded to whole blocks
 DTYPES = (torch.float32, torch.bfloat16)
-_registered: list[bool] = []
+_waiting: list[Callable[[], None]] = []
+_loaded: list[bool] = []
 
 
 def can_run(q: Tensor) -> str | None:
@@ -34,16 +36,19 @@ def can_run(q: Tensor) -> str | None:
 def ready() -> str | None:
     """None if the operators are available, otherwise why not. Compiles them at the first use on a machine."""
     reason = load()
-    if reason is None and not _registered:
-        from hf_sparseprior.kernels import decayed_cpu, listed_cpu, predicted_cpu, weights_cpu
-
-        _registered.append(True)
-        register()
-        decayed_cpu.register()
-        listed_cpu.register()
-        predicted_cpu.register()
-        weights_cpu.register()
+    if reason is None and not _loaded:
+        _loaded.append(True)
+        while _waiting:
+            _waiting.pop(0)()
     return reason
+
+
+def when_loaded(register: Callable[[], None]) -> None:
+    """Call a function as soon as the operators are available, which `ready` makes them."""
+    if _loaded:
+        register()
+    else:
+        _waiting.append(register)
 
 
 def diagonal_attention(
@@ -190,3 +195,6 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
     if pair_weights is None:
         d_pairs = d_prefix = d_self = None
     return dq, dk, dv, None, None, None, None, None, d_pairs, None, d_prefix, d_self, None, None
+
+
+when_loaded(register)

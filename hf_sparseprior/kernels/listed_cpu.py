@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_sparseprior.kernels.calling import call, records
 from hf_sparseprior.kernels.decayed_cpu import fake_forward, setup_context
-from hf_sparseprior.kernels.diagonal_cpu import like_projection
+from hf_sparseprior.kernels.diagonal_cpu import like_projection, when_loaded
 from hf_sparseprior.kernels.second_derivatives import gradients, listed
 
 
@@ -70,3 +70,6 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     )
     d_factor, d_prefix = (None if x is None else d for x, d in ((factor, d_factor), (prefix_factor, d_prefix)))
     return dq, dk, dv, None, d_factor, d_prefix, None, None
+
+
+when_loaded(register)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_sparseprior.kernels.diagonal_cpu import when_loaded
+
 
 def predicted_coefficients(q: Tensor, k: Tensor, down: Tensor, num_prefix_tokens: int, scale: float) -> Tensor:
     """A_down of the patches, softmax(scale * q (W_down k)^T) (Sparsifiner Eq. 1), before the threshold.
@@ -54,3 +56,6 @@ def _fake_coefficients(q: Tensor, k: Tensor, down: Tensor, num_prefix_tokens: in
 def _fake(coefficients: Tensor, basis: Tensor, num_prefix_tokens: int, budget: int, threshold: float) -> Tensor:
     batch, heads, patches, _ = coefficients.shape
     return coefficients.new_empty((batch, heads, patches, num_prefix_tokens + budget), dtype=torch.int32)
+
+
+when_loaded(register)

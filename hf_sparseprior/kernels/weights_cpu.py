@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.kernels.calling import call, records
+from hf_sparseprior.kernels.diagonal_cpu import when_loaded
 from hf_sparseprior.kernels.second_derivatives import gradients, offset_pairs
 
 
@@ -152,3 +153,6 @@ def weigh_lists(
     weights = torch.exp(distances * log_gamma[:, None, :, None, None]).mean(0)
     weights = torch.where(keys < prefix, prefix_gamma.view(-1, 1, 1), weights) * alpha.view(-1, 1, 1)
     return torch.where(keys < 0, 0.0, weights)
+
+
+when_loaded(register)

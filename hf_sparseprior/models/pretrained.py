@@ -23,7 +23,7 @@ from hf_sparseprior.base.families import FAMILIES, Family, family_of, is_backbon
 from hf_sparseprior.base.files import file_sha256, read_json_object
 from hf_sparseprior.base.loading import check_source, check_whole, load_pretrained, newly_initialised
 from hf_sparseprior.priors.prior import is_prior_weight
-from hf_sparseprior.saving.saved_config import PRIOR_LOADERS, PRIOR_RECORD, check_saved_config
+from hf_sparseprior.saving.saved_config import PRIOR_LOADER, PRIOR_RECORD, check_saved_config
 
 FLOATING = ("F", "BF")  # beginnings of safetensors' names of floating-point types
 # Integers that stock models store: indices, and the marker of `adapters.stock_attention`.
@@ -80,10 +80,10 @@ def load_whole_model(
     check_source(folder, options)
     own_class = getattr(model_class, "config_class", None)
     config = check_saved_config(folder, own_class if issubclass(own_class or type, ExactKeys) else None)
-    if PRIOR_RECORD in config and (config.get("quantization_config") or {}).get("quant_method") not in PRIOR_LOADERS:
+    if PRIOR_RECORD in config and (config.get("quantization_config") or {}).get("quant_method") != PRIOR_LOADER:
         raise ValueError(
             f"{Path(folder) / CONFIG_NAME}: {PRIOR_RECORD} needs quantization_config={{'quant_method': "
-            f"{PRIOR_LOADERS[0]!r}}}, without which the prior is left out; hf_sparseprior.from_pretrained reads it, "
+            f"{PRIOR_LOADER!r}}}, without which the prior is left out; hf_sparseprior.from_pretrained reads it, "
             "and save_pretrained of that model writes both"
         )
     options = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True, **options}

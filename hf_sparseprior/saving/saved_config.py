@@ -29,7 +29,7 @@ from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.base.limits import check_limit, check_size
 
 PRIOR_RECORD = "sparse_prior"  # what `apply_prior` leaves in config.json
-PRIOR_LOADERS = ("hf_sparseprior", "sparse_prior")  # its loader, and what older folders call it
+PRIOR_LOADER = "hf_sparseprior"  # the `quant_method` of the quantizer that brings it back
 # Fields of stock vision encoders, each a number or a list of them, and the limit of each.
 SIZES = {
     **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size", "num_channels", "pooler_output_size"), "width"),
@@ -114,7 +114,7 @@ def check_record(content: Mapping[str, Any]) -> None:
         method = loader.get("quant_method") if isinstance(loader, dict) else None
         if not isinstance(method, str):
             raise ValueError(f"quantization_config={shortened(loader)} must be an object with a 'quant_method'")
-        if method in PRIOR_LOADERS and set(loader) != {"quant_method"}:
+        if method == PRIOR_LOADER and set(loader) != {"quant_method"}:
             raise ValueError(f"quantization_config={shortened(loader)} must be an object of 'quant_method' alone")
         if method not in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING:
             raise ValueError(f"quantization_config.quant_method={method!r} is no method of transformers or ours")

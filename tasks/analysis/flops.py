@@ -19,19 +19,19 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.flops import CONVENTIONS, ModelFlops, model_flops
-from hf_sparseprior.analysis.paper_numbers import (
-    FIGURE_3,
-    IMAGENET_CLASSES,
-    paper_numbers,
-    saving,
-    unexplained_numbers,
-)
 from hf_sparseprior.base.families import preset_family, presets
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.pretrained import saved_family
 from hf_sparseprior.priors.prior import prior_name
 from tasks.analysis import commands
 from tasks.analysis.commands import IMAGE_SIZES, PRESET_PRIOR
+from tasks.analysis.paper_numbers import (
+    FIGURE_3,
+    IMAGENET_CLASSES,
+    paper_numbers,
+    saving,
+    unexplained_numbers,
+)
 from tasks.common.command import run_command
 from tasks.common.config import parse_value, split_cell
 from tasks.common.environment import command_line, environment

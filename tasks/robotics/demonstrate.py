@@ -32,7 +32,8 @@ from tasks.common.locks import holder, locked
 from tasks.common.results import write_results
 from tasks.robotics import commands
 from tasks.robotics.config import VALIDATION_SEED
-from tasks.robotics.environments import Environment, make_environment, picture_problem
+from tasks.robotics.environment import Environment
+from tasks.robotics.environments import make_environment, picture_problem
 from tasks.robotics.formats import (
     Demonstrations,
     Episode,

@@ -30,7 +30,8 @@ from tasks.common.results import Results
 from tasks.common.run_folder import MODEL, check_place, evaluation_folder
 from tasks.robotics import commands
 from tasks.robotics.config import TEST_SEED
-from tasks.robotics.environments import Environment, picture_problem
+from tasks.robotics.environment import Environment
+from tasks.robotics.environments import picture_problem
 from tasks.robotics.episodes import EpisodeStore, Wanted, one_thread, play, play_in_processes
 from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary

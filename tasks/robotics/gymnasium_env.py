@@ -20,7 +20,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import EzPickle
 
-from tasks.robotics.environments import Observation, make_environment, picture_problem
+from tasks.robotics.environment import Observation
+from tasks.robotics.environments import make_environment, picture_problem
 from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, INSTRUCTIONS, STATE, image_feature
 
 LARGEST_SEED = 2**32 - 1  # of PushT's generator

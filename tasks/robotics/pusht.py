@@ -12,7 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from tasks.robotics.environments import Environment, Observation, bounds
+from tasks.robotics.environment import Environment, Observation, bounds
 from tasks.robotics.registration import HORIZONS
 
 # pygame draws where there is no screen, too, and prints no greeting.

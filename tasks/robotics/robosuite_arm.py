@@ -19,7 +19,7 @@ from tasks.robotics.actions import (
     matrix_from_6d,
     matrix_to_6d,
 )
-from tasks.robotics.environments import (
+from tasks.robotics.environment import (
     BASE_FRAME,
     GL_PACKAGES,
     POSE_ACTION,

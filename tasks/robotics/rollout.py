@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from tasks.common.tables import wilson_interval
-from tasks.robotics.environments import Environment, make_environment
+from tasks.robotics.environment import Environment
+from tasks.robotics.environments import make_environment
 from tasks.robotics.formats import check_settings
 from tasks.robotics.policy import CrosswayPolicy
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -735,3 +736,11 @@ def test_the_processors_settings_are_the_saved_ones_with_the_files_size(alone, s
     assert export(saved, tmp_path / "larger", "--format", "torch", "--size", "20") == 2
     assert "must be {'height': 20, 'width': 20}, the size of the exported images" in capsys.readouterr().err
     assert not (tmp_path / "larger").exists()
+
+
+def test_a_block_of_plain_operations_holds_in_its_thread_alone():
+    with ThreadPoolExecutor(1) as other, plain_operations("reference") as outer:
+        with plain_operations("sdpa", "reference") as inner:
+            assert plain() is inner and other.submit(plain).result() is None
+        assert plain() is outer and other.submit(plain).result() is None
+    assert plain() is None

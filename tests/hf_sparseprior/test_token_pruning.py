@@ -14,7 +14,6 @@ from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.analysis.paper_numbers import masked_pruning_flops, preset_flops, unexplained_numbers
 from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
@@ -33,6 +32,7 @@ from hf_sparseprior.training import (
     token_loss,
 )
 from hf_sparseprior.training.keep_rate import scheduled_keep_rate
+from tasks.analysis.paper_numbers import masked_pruning_flops, preset_flops, unexplained_numbers
 from tests.hf_sparseprior.attention_calls import attend
 from tests.processes import run_script
 

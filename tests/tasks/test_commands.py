@@ -26,15 +26,15 @@ COMMANDS = sorted(
     for path in (ROOT / "tasks").rglob("*.py")
     if re.search(r"^if __name__ == .__main__.:", path.read_text(), re.MULTILINE)
 )
-BEFORE = ROOT / "tests/fixtures/before_16"
+BEFORE = ROOT / "tests/fixtures/saved_79213a46"
 VIDEO = ["tasks.video.train", "--config", "configs/video/smoke.yaml"]
 QUIET = "trainer.disable_tqdm=true"
 # Work that needs an extra, and what the line says. In capitals: a folder of the test.
 WORK = [
     (["tasks.segmentation.train", "--config", "configs/segmentation/smoke.py"], "make dense"),
-    (["tasks.segmentation.evaluate", str(BEFORE / "segmentation/run")], "make dense"),
+    (["tasks.segmentation.evaluate", str(BEFORE / "classification/finished")], "make dense"),
     (["tasks.detection.train", "--config", "configs/detection/smoke.py"], "make dense"),
-    (["tasks.detection.evaluate", str(BEFORE / "segmentation/run")], "make dense"),
+    (["tasks.detection.evaluate", str(BEFORE / "classification/finished")], "make dense"),
     ([*VIDEO, "data.path=OUT/clips"], r"\[video\]"),
     (
         [*VIDEO, "data.source=folder", "data.motion={}", "data.path=OUT/videos", "trainer.disable_tqdm=true"],

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.files import check_new, file_sha256
-from tasks.robotics.environments import Environment
+from tasks.robotics.environment import Environment
 from tasks.robotics.formats.demonstrations import BrokenDemonstrations, Demonstrations
 from tasks.robotics.formats.episode import Episode
 from tasks.robotics.formats.hdf5_layout import HDF5Demonstrations, write_hdf5

@@ -12,7 +12,7 @@ import numpy as np
 from hf_sparseprior.base.files import whole_file
 from tasks.common.command import first_line
 from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
-from tasks.robotics.environments import BASE_FRAME, POSE_ACTION
+from tasks.robotics.environment import BASE_FRAME, POSE_ACTION
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
     EXECUTED,

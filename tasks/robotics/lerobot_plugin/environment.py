@@ -8,7 +8,7 @@ from typing import Any
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 
-from tasks.robotics.environments import IMAGE_SIZES
+from tasks.robotics.environment import IMAGE_SIZES
 from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, STATE, image_feature
 from tasks.robotics.registration import GYMNASIUM_IDS, HORIZONS
 

@@ -94,9 +94,7 @@ def main() -> None:
             for way in WAYS:
                 options = {"config": own_config(folder)} if way == "own config" else {}
                 options |= {"attn_implementation": way} if way in ("eager", "sdpa") else {}
-                results[f"{folder.parent.name} {folder.name} {name} {way}"] = load(
-                    folder, getattr(transformers, name), options
-                )
+                results[f"{folder.name} {name} {way}"] = load(folder, getattr(transformers, name), options)
     bert = transformers.BertModel(transformers.BertConfig(**BERT))
     bert.save_pretrained("bert")
     transformers.BertModel.from_pretrained(pretrained_model_name_or_path="bert")

@@ -137,7 +137,7 @@ def test_nothing_falls_back_to_dense(name, monkeypatch):
     expected, dense = output(model, name), output(STOCK[name].build(), name)
     assert not torch.allclose(expected, dense, atol=1e-3)
     flex = ["flex_attention"] if model._supports_flex_attn else []  # its masks are functions
-    given = ("eager",) if name.startswith("timesformer") else ("sdpa", "eager", "violin", *flex)
+    given = ("eager",) if name.startswith("timesformer") else ("sdpa", "eager", "hf_sparseprior", *flex)
     for implementation in given:
         model.set_attn_implementation(implementation)
         assert (output(model, name) - expected).abs().max() < 1e-5

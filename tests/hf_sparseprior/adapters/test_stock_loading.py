@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, load_file, save, save_file
 from transformers import (
     AutoModel,
     AutoModelForImageClassification,
@@ -28,7 +28,6 @@ from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.priors.low_rank import MIXERS
 from tests.hf_sparseprior.adapters.fresh_process import CLASSES
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, output, tiny_clip
-from tests.machine import same_machine
 from tests.processes import run_script
 
 families = pytest.mark.parametrize("name", STOCK)
@@ -128,25 +127,11 @@ def test_a_config_of_ones_own_does_not_drop_the_prior(tmp_path):
 def test_our_attention_on_a_model_without_a_prior_is_refused(tmp_path):
     plain = STOCK["vit"].build()
     plain.save_pretrained(tmp_path)
-    for name in ("hf_sparseprior", "sparse_prior", "fibottention", "violin"):
-        model = ViTModel.from_pretrained(tmp_path, attn_implementation=name)
-        with pytest.raises(RuntimeError, match="apply_prior"):
-            output(model, "vit")
+    with pytest.raises(RuntimeError, match="apply_prior"):
+        output(ViTModel.from_pretrained(tmp_path, attn_implementation="hf_sparseprior"), "vit")
     plain.set_attn_implementation("hf_sparseprior")
     with pytest.raises(RuntimeError, match="apply_prior"):
         output(plain, "vit")
-
-
-def test_earlier_names_of_the_attention_and_the_loader_are_read(tmp_path):
-    model = sp.apply_prior(STOCK["vit"].build(), "violin")
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    names = {"attn_implementation": "sparse_prior", "quantization_config": {"quant_method": "sparse_prior"}}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **names}))
-    loaded = ViTModel.from_pretrained(tmp_path)
-    assert torch.equal(output(loaded, "vit"), output(model, "vit"))
-    loaded.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == config
 
 
 def test_a_loaded_model_is_an_ordinary_one(tmp_path):
@@ -194,14 +179,17 @@ def test_scalars_of_a_model_of_the_hub_come_from_its_commit(tmp_path, monkeypatc
     assert asked == [(("me/vit", SCALARS_FILE), location)]
 
 
-# ---- fresh processes, and folders saved by versions before ----------------------------------------------------------
+# ---- fresh processes ------------------------------------------------------------------------------------------------
 
-BEFORE = Path(__file__).parents[2] / "fixtures" / "before_16" / "stock_loading"
-OLD = sorted(folder.name for folder in BEFORE.iterdir() if folder.is_dir())
-CASES = [(folder, name) for folder in OLD for name in CLASSES[folder.partition("_")[0]]]
+SUPPORT = {"name": "fibottention", "w_min": 1, "w_max": 2}
+PRIORS = {
+    "vit_fibottention": {"support": SUPPORT},
+    "vit_both": {"support": SUPPORT, "decay": "violin"},
+    "clip_both": {"support": SUPPORT, "decay": "manhattan"},
+}
+CASES = [(folder, name) for folder in PRIORS for name in CLASSES[folder.partition("_")[0]]]
 cases = pytest.mark.parametrize("folder, model_class", CASES)
 WITHOUT = 2e-5  # the least difference of these small models' outputs without their prior
-EXACT = 0 if same_machine() else 1e-6  # on another processor the last bits of what was saved are others
 
 
 def run_fresh(how, folders):
@@ -211,22 +199,30 @@ def run_fresh(how, folders):
 
 
 @pytest.fixture(scope="module")
+@torch.no_grad()
 def saved(tmp_path_factory):
-    """{old, new} -> folder of folders: the old ones, and those that this version loaded and saved again."""
-    root = tmp_path_factory.mktemp("saved")
-    shutil.copytree(BEFORE, root / "old")
-    for name in OLD:
-        whole = CLIPModel if name.startswith("clip") else ViTForImageClassification
-        sp.from_pretrained(whole, root / "old" / name).save_pretrained(root / "new" / name)
-        shutil.copy(BEFORE / name / "expected.safetensors", root / "new" / name)
-    return {age: root / age for age in ("old", "new")}
+    """Folders of models with a prior, with attention far from uniform and decays far from the identity."""
+    root, generator = tmp_path_factory.mktemp("saved"), torch.Generator().manual_seed(5)
+    for name, prior in PRIORS.items():
+        torch.manual_seed(0)
+        clip = name.startswith("clip")
+        model = sp.apply_prior(tiny_clip() if clip else ViTForImageClassification(ViTConfig(**TINY)).eval(), prior)
+        for key, parameter in model.named_parameters():
+            if key.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.normal_(std=0.4, generator=generator)
+            if key.endswith("beta"):
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) * 3)
+        images = STOCK["clip" if clip else "vit"].example()["pixel_values"]
+        model.save_pretrained(root / name)
+        found = model.vision_model(images).last_hidden_state if clip else model(images).logits
+        save_file({"images": images, "output": found}, root / name / "expected.safetensors")
+    return root
 
 
 @pytest.fixture(scope="module")
 def outcomes(saved):
     """With or without the package -> the outcome of `fresh_process`, and what it logged."""
-    folders = [saved[age] / name for age in ("old", "new") for name in OLD]
-    return {how: run_fresh(how, folders) for how in ("with", "without")}
+    return {how: run_fresh(how, [saved / name for name in PRIORS]) for how in ("with", "without")}
 
 
 @pytest.mark.slow
@@ -240,77 +236,59 @@ def test_the_import_changes_no_class(outcomes):
 def test_after_the_import_a_folder_brings_its_prior(folder, model_class, outcomes):
     results = outcomes["with"][0]
     # Eager attention is the reference backend; the others made the expected output.
-    for way, tolerance in {"as saved": EXACT, "sdpa": EXACT, "eager": 1e-6}.items():
-        found = results[f"new {folder} {model_class} {way}"]
+    for way, tolerance in {"as saved": 0, "sdpa": 0, "eager": 1e-5}.items():
+        found = results[f"{folder} {model_class} {way}"]
         assert found["difference"] <= tolerance, way
         assert not any(MARKER in key for key in found["unexpected"]), way
-    own = results[f"new {folder} {model_class} own config"]
+    own = results[f"{folder} {model_class} own config"]
     assert own["difference"] > WITHOUT and any(MARKER in key for key in own["unexpected"])
 
 
 @cases
 def test_without_the_package_a_folder_does_not_load_unnoticed(folder, model_class, outcomes):
     results, logged = outcomes["without"]
-    assert 'attn_implementation="hf_sparseprior"' in results[f"new {folder} {model_class} as saved"]["refused"]
+    assert 'attn_implementation="hf_sparseprior"' in results[f"{folder} {model_class} as saved"]["refused"]
     for way in ("eager", "sdpa", "own config"):
-        found = results[f"new {folder} {model_class} {way}"]
+        found = results[f"{folder} {model_class} {way}"]
         assert found["difference"] > WITHOUT and any(MARKER in key for key in found["unexpected"]), way
     assert "Unknown quantization type, got hf_sparseprior" in logged and MARKER in logged
 
 
-@cases
-def test_an_older_folder_refuses_to_run_without_its_prior(folder, model_class, outcomes):
-    found = outcomes["with"][0][f"old {folder} {model_class} as saved"]
-    assert "hf_sparseprior.load_prior(model, folder)" in found["forward"]
-    assert "refused" in outcomes["without"][0][f"old {folder} {model_class} as saved"]
+def without_loader(folder):
+    """The folder with a config.json that names no loader, so that `from_pretrained` leaves the prior out."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
-@cases
-@pytest.mark.parametrize("way", ["eager", "sdpa", "own config"])
-def test_the_case_that_stays_open(folder, model_class, way, outcomes):
-    """If its attention is overruled, an older folder has nothing for which transformers would ask another package."""
-    for how in ("with", "without"):
-        found = outcomes[how][0][f"old {folder} {model_class} {way}"]
-        assert found["difference"] > WITHOUT
-        # Those of the text tower and the projections are unexpected in a tower, with or without a prior.
-        assert not any(PRIOR_MODULE in key for key in found["unexpected"])
-
-
-@cases
-@pytest.mark.parametrize("options", [{}, {"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}], ids=str)
-def test_an_older_folder_loads_by_the_loader(folder, model_class, options):
-    expected = load_file(BEFORE / folder / "expected.safetensors")
-    model = sp.from_pretrained(getattr(transformers, model_class), BEFORE / folder, **options)
-    with torch.no_grad():
-        difference = (model(expected["images"])[0] - expected["output"]).abs().max()
-    assert difference <= (1e-6 if options == {"attn_implementation": "eager"} else EXACT)
-
-
-def test_a_prior_that_was_left_out_is_loaded_afterwards(tmp_path):
-    folder = BEFORE / "vit_both"
+def test_a_prior_that_was_left_out_is_loaded_afterwards(saved, tmp_path):
+    folder = without_loader(shutil.copytree(saved / "vit_both", tmp_path / "both"))
     expected = load_file(folder / "expected.safetensors")
     model = ViTForImageClassification.from_pretrained(folder, attn_implementation="sdpa")
     with torch.no_grad():
         assert (model(expected["images"])[0] - expected["output"]).abs().max() > WITHOUT
         output = sp.load_prior(model, folder)(expected["images"])[0]
-        assert (output - expected["output"]).abs().max() <= EXACT
+        assert torch.equal(output, expected["output"])
     with pytest.raises(ValueError, match="has a prior already"):
         sp.load_prior(model, folder)
     with torch.no_grad():  # and it still has it
         assert torch.equal(model(expected["images"])[0], output)
-    STOCK["vit"].build().save_pretrained(tmp_path)
+        whole = sp.from_pretrained(ViTForImageClassification, folder)
+        assert torch.equal(whole(expected["images"])[0], output)
+    STOCK["vit"].build().save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="was saved without a prior"):
-        sp.load_prior(STOCK["vit"].build(), tmp_path)
+        sp.load_prior(STOCK["vit"].build(), tmp_path / "plain")
 
 
-def test_a_model_whose_prior_could_not_be_loaded_does_not_run(tmp_path):
-    shutil.copytree(BEFORE / "vit_both", tmp_path / "model")
-    model = ViTForImageClassification.from_pretrained(tmp_path / "model")
-    (tmp_path / "model" / SCALARS_FILE).write_bytes((BEFORE / "clip_both" / SCALARS_FILE).read_bytes())
-    with pytest.raises(OSError, match=r"layers.0.decay_bias.beta has shape \(1, 2\), the model's prior \(8, 2\)"):
-        sp.load_prior(model, tmp_path / "model")
+def test_a_model_whose_prior_could_not_be_loaded_does_not_run(saved, tmp_path):
+    folder = without_loader(shutil.copytree(saved / "vit_both", tmp_path / "model"))
+    model = ViTForImageClassification.from_pretrained(folder)
+    (folder / SCALARS_FILE).write_bytes((saved / "clip_both" / SCALARS_FILE).read_bytes())
+    with pytest.raises(OSError, match=r"layers.0.decay_bias.beta has shape \(1, \d\), the model's prior \(8, \d\)"):
+        sp.load_prior(model, folder)
     with pytest.raises(RuntimeError, match="load_prior"):
-        model(torch.zeros(1, 3, 16, 16))
+        model(torch.zeros(1, 3, 32, 32))
 
 
 def test_damaged_or_foreign_scalars_are_named(tmp_path):

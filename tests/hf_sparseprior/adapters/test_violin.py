@@ -244,7 +244,7 @@ assert all(torch.equal(one, two) for one, two in zip(found, [*expected.values(),
 """
 
 
-PEFT_FIRST = "import peft, hf_sparseprior; peft.get_peft_config({'peft_type': 'VIOLIN'})"
+PEFT_FIRST = "import peft, hf_sparseprior; peft.get_peft_config({'peft_type': 'HF_SPARSEPRIOR_VIOLIN'})"
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_where_the_package_is_missing_the_error_and_the_folder_name_it(make_conf
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text().count("hf_sparseprior, which") == 1
     # Without the package, none of these entries is there.
-    for kind in ("VIOLIN", "LORA_VIOLIN", *violin.AdapterType):
+    for kind in violin.AdapterType:
         monkeypatch.delitem(violin.PEFT_TYPE_TO_CONFIG_MAPPING, kind)
     for load in (lambda: peft.PeftModel.from_pretrained(build("vit"), tmp_path), lambda: build("vit").load_adapter(
         str(tmp_path))):  # fmt: skip

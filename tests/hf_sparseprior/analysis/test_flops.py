@@ -14,14 +14,6 @@ from hf_sparseprior.analysis.flops import (
     dense_attention_flops,
     model_flops,
 )
-from hf_sparseprior.analysis.paper_numbers import (
-    FIGURE_3,
-    decay_share,
-    paper_numbers,
-    preset_flops,
-    saving,
-    unexplained_numbers,
-)
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
@@ -34,6 +26,14 @@ from hf_sparseprior.patterns.supports import (
     layer_offsets,
     layer_pairs,
     resolve_support,
+)
+from tasks.analysis.paper_numbers import (
+    FIGURE_3,
+    decay_share,
+    paper_numbers,
+    preset_flops,
+    saving,
+    unexplained_numbers,
 )
 
 SETTINGS = [

@@ -6,17 +6,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
-from hf_sparseprior.analysis.paper_numbers import (
+from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.models.configuration_sparseprior_convit import PRESETS
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
+from hf_sparseprior.priors.low_rank import MIXERS
+from tasks.analysis.paper_numbers import (
     FIGURE_3,
     patch_pruning,
     preset_flops,
     saving,
     unexplained_numbers,
 )
-from hf_sparseprior.base.extras import EXTRAS
-from hf_sparseprior.models.configuration_sparseprior_convit import PRESETS
-from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
-from hf_sparseprior.priors.low_rank import MIXERS
 
 SMALL = {
     "image_size": (28, 36), "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 5, "num_local_layers": 2,

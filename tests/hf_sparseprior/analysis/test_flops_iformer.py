@@ -5,10 +5,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
-from hf_sparseprior.analysis.paper_numbers import iformer_pruning, unexplained_numbers
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.models.configuration_sparseprior_iformer import PRESETS
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
+from tasks.analysis.paper_numbers import iformer_pruning, unexplained_numbers
 
 # Attention on maps of 4x5 and 2x3.
 SMALL = {

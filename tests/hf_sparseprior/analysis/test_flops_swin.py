@@ -8,11 +8,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
-from hf_sparseprior.analysis.paper_numbers import swin_pruning, unexplained_numbers
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.models.configuration_sparseprior_swin import PRESETS, SUPPORT_STAGES
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
+from tasks.analysis.paper_numbers import swin_pruning, unexplained_numbers
 
 # Windows of 3x3 in grids of 7x9 and 4x5, which are padded, and of 2x2 in a grid of 2x3.
 SMALL = {

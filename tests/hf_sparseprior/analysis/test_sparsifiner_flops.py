@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from hf_sparseprior.analysis.paper_numbers import UP_SHARES, preset_flops, sparsifiner_mhsa
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
+from tasks.analysis.paper_numbers import UP_SHARES, preset_flops, sparsifiner_mhsa
 from tests.hf_sparseprior.attention_calls import make_request
 
 TABLE_2 = {

@@ -12,7 +12,6 @@ from transformers import AutoModel, AutoModelForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.analysis.paper_numbers import unexplained_numbers
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.compression import STRUCTURES, MaskSearch, compressed_model, pruned_share
 from hf_sparseprior.compression.search import KINDS, PUBLISHED, SEARCH_FILE, weighted_norm
@@ -20,6 +19,7 @@ from hf_sparseprior.compression.units import Group, Units
 from hf_sparseprior.convert.checkpoint import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.patterns.supports import build_mask
+from tasks.analysis.paper_numbers import unexplained_numbers
 from tests.hf_sparseprior.small import SMALL
 
 VIT = {

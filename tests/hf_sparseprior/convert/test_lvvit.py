@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.analysis.paper_numbers import paper_numbers
 from hf_sparseprior.convert import convert_checkpoint, read_checkpoint
 from hf_sparseprior.convert.lvvit import matches
 from hf_sparseprior.training import WeightAverage
+from tasks.analysis.paper_numbers import paper_numbers
 from tests.processes import run_script
 
 TINY = {

@@ -7,8 +7,8 @@ from PIL import Image
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
-from hf_sparseprior.analysis.paper_numbers import preset_flops
 from tasks.analysis.flops import main
+from tasks.analysis.paper_numbers import preset_flops
 
 EXPERIMENTS = Path(__file__).parents[3] / "configs" / "experiments"
 
