@@ -55,6 +55,9 @@ from hf_sparseprior.patterns.radial import radial  # noqa: F401
 # isort: split
 from hf_sparseprior.patterns.baselines import longformer  # noqa: F401
 
+# isort: split
+from hf_sparseprior.patterns.neighborhood import neighborhood  # noqa: F401
+
 __all__ = [
     "COMMON_SETTINGS",
     "MASK_FILLS",

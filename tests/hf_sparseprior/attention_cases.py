@@ -46,6 +46,7 @@ MORE = {
     "strided": [{"stride": 3, "local": 1}],
     "random": [{"pruning_ratio": 70.0, "per_head": True, "seed": 3}, {"pruning_ratio": 100}],
     "bigbird": [{"random_keys": 2, "per_head": True}, {"pruning_ratio": 60, "order": "snake_t"}],
+    "neighborhood": [{"window": 3, "dilation": [1, 2]}, {"window": [1, 3], "edges": "cut"}],
 }
 
 

@@ -64,7 +64,8 @@ def test_the_layer_projects_attends_and_projects(prior, prefix):
     expected = layer.o_proj(torch.cat(heads.unbind(1), -1))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-12)
-    mask = build_mask(resolved["support"], num_heads=HEADS, num_tokens=20, num_prefix_tokens=prefix, layer=3)
+    sizes = {"num_heads": HEADS, "num_tokens": 20, "num_prefix_tokens": prefix, "grid": grid}
+    mask = build_mask(resolved["support"], **sizes, layer=3)
     assert torch.equal(weights[0] > 0, torch.tensor(mask))
 
 

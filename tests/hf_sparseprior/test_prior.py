@@ -30,7 +30,7 @@ def joined(support, decay):
 def full(support, decay):
     return {
         **DENSE,
-        "support": resolve_support(support, 4, GRID[0] * GRID[1]),
+        "support": resolve_support(support, 4, GRID[0] * GRID[1], GRID),
         "decay": resolve_decay(decay, GRID),
     }
 
@@ -135,7 +135,7 @@ def test_every_name_is_accepted_on_its_own():
 @pytest.mark.parametrize(("support", "decay"), PAIRS)
 def test_the_pruning_ratio_counts_what_the_mask_leaves_out(support, decay, prefix):
     prior = resolve_prior(joined(support, decay), 4, GRID)
-    mask = build_mask(support, num_heads=4, num_tokens=42, num_prefix_tokens=prefix)
+    mask = build_mask(support, num_heads=4, num_tokens=42, num_prefix_tokens=prefix, grid=GRID)
     assert prior_pruning_ratio(prior, 4, GRID, prefix, 8) == pytest.approx(100 * (1 - mask.mean()), abs=1e-9)
 
 

@@ -55,6 +55,7 @@ MORE = {
     "strided": [{"stride": 1}, {"stride": 3, "local": 2}, {"pruning_ratio": 80}],
     "random": [{"pruning_ratio": 0}, {"pruning_ratio": 60.0, "per_head": True}, {"pruning_ratio": 100}],
     "bigbird": [{"w": 4, "random_keys": 0.5}, {"random_keys": 10**6}, {"pruning_ratio": 70, "per_head": True}],
+    "neighborhood": [{"window": [3, 1], "dilation": [2, 1], "edges": "cut"}],
 }
 CASES = [
     pytest.param({"name": name, **more}, id="-".join([name, *(f"{key}={value}" for key, value in more.items())]))
@@ -592,15 +593,21 @@ def test_random_pairs_are_uniform(name, free, ratio):
 
 @pytest.mark.parametrize("support", CASES)
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(num_heads=st.integers(1, 6), num_tokens=st.integers(1, 22), prefix=st.integers(0, 3), layer=st.integers(0, 30))
-def test_masks_and_counts_match_brute_force(support, num_heads, num_tokens, prefix, layer):
-    offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens)
+@given(
+    num_heads=st.integers(1, 6),
+    grid=st.tuples(st.integers(1, 4), st.integers(1, 6)),
+    prefix=st.integers(0, 3),
+    layer=st.integers(0, 30),
+)
+def test_masks_and_counts_match_brute_force(support, num_heads, grid, prefix, layer):
+    num_tokens = grid[0] * grid[1]
+    offsets = head_offsets(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
     assert len(offsets) == num_heads
     for own in offsets:
         assert all(type(o) is int and 0 <= o < num_tokens for o in own)
         assert all(low < high for low, high in pairwise(own))
-    resolved = resolve_support(support, num_heads, num_tokens)
-    pairs = layer_pairs(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer)
+    resolved = resolve_support(support, num_heads, num_tokens, grid)
+    pairs = layer_pairs(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer, grid=grid)
     others = [None] * num_heads if pairs is None else pairs
     masks = [brute_mask(own, num_tokens, prefix, more) for own, more in zip(offsets, others, strict=True)]
     for own, more, mask in zip(offsets, others, masks, strict=True):
@@ -614,7 +621,7 @@ def test_masks_and_counts_match_brute_force(support, num_heads, num_tokens, pref
             assert (keys[attended.sum() :] == -1).all()
     assert lists.shape[2] == max(mask[prefix:].sum(1).max() for mask in masks)
 
-    sizes = {"num_heads": num_heads, "num_tokens": num_tokens, "num_prefix_tokens": prefix}
+    sizes = {"num_heads": num_heads, "num_tokens": num_tokens, "num_prefix_tokens": prefix, "grid": grid}
     plain = build_mask(support, **sizes, layer=layer, shuffle_seed=None)
     assert plain.dtype == bool
     assert np.array_equal(plain, masks)
@@ -633,15 +640,16 @@ def test_masks_and_counts_match_brute_force(support, num_heads, num_tokens, pref
 @pytest.mark.parametrize("support", CASES)
 def test_supports_resolve_to_a_full_form_that_json_keeps(support):
     given_before = json.dumps(support)
-    full = resolve_support(support, 6, 30)
+    full = resolve_support(support, 6, 30, (5, 6))
     assert json.dumps(support) == given_before
     assert list(full) == ["name", *(key for key in support_settings(support["name"]) if key != "order")]
     assert {key: full[key] for key in support if key != "sequence"} == {
         k: support[k] for k in support if k != "sequence"
     }
-    assert resolve_support(full, 6, 30) == full
-    assert resolve_support(json.loads(json.dumps(full)), 6, 30) == full
-    assert head_offsets(full, num_heads=6, num_tokens=30) == head_offsets(support, num_heads=6, num_tokens=30)
+    assert resolve_support(full, 6, 30, (5, 6)) == full
+    assert resolve_support(json.loads(json.dumps(full)), 6, 30, (5, 6)) == full
+    sizes = {"num_heads": 6, "num_tokens": 30, "grid": (5, 6)}
+    assert head_offsets(full, **sizes) == head_offsets(support, **sizes)
 
 
 def test_numpy_integers_and_booleans_resolve_to_what_json_knows():

@@ -72,11 +72,12 @@ def test_pairs_equal_the_mask_on_random_grids(settings, prefix):
             int(generator.integers(low, high)) for low, high in ((1, 13), (1, 13), (1, 9), (0, 4))
         )
         tokens = height * width
-        support = resolve_support(settings, heads, tokens)
-        mask = build_mask(support, num_heads=heads, num_tokens=tokens, num_prefix_tokens=prefix, layer=layer)
-        shuffled = layer_offsets(support, num_heads=heads, num_tokens=tokens, layer=layer)
-        in_order = head_offsets(support, num_heads=heads, num_tokens=tokens)
-        pairs = layer_pairs(support, num_heads=heads, num_tokens=tokens, layer=layer)
+        support = resolve_support(settings, heads, tokens, (height, width))
+        sizes = {"num_heads": heads, "num_tokens": tokens, "grid": (height, width)}
+        mask = build_mask(support, **sizes, num_prefix_tokens=prefix, layer=layer)
+        shuffled = layer_offsets(support, **sizes, layer=layer)
+        in_order = head_offsets(support, **sizes)
+        pairs = layer_pairs(support, **sizes, layer=layer)
         counted = attended_pairs(shuffled, tokens, prefix, pairs)
         assert counted == attended_pairs(in_order, tokens, prefix, pairs) == mask.sum()
 
@@ -96,9 +97,9 @@ def test_the_cost_of_counting_does_not_grow_with_the_tokens():
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("prefix", range(4))
 def test_flops_equal_a_count_of_the_mask(support, prefix):
-    sizes = {"num_heads": 4, "num_tokens": 30}
+    sizes = {"num_heads": 4, "num_tokens": 30, "grid": (5, 6)}
     offsets = head_offsets(support, **sizes)
-    others = layer_pairs(resolve_support(support, 4, 30), **sizes, layer=0)
+    others = layer_pairs(resolve_support(support, 4, 30, (5, 6)), **sizes, layer=0)
     pairs = build_mask(support, **sizes, num_prefix_tokens=prefix).sum()
     for name, per_pair in (("multiply_adds", 2 * 8), ("torch", 4 * 8), ("torch_and_softmax", 4 * 8 + 5)):
         counted = attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2, convention=name, pairs=others)
@@ -218,9 +219,10 @@ def test_counted_without_prefix_tokens():
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("prefix", range(3))
 def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
-    offsets = head_offsets(support, num_heads=3, num_tokens=20)
-    pairs = layer_pairs(resolve_support(support, 3, 20), num_heads=3, num_tokens=20, layer=0)
-    mask = build_mask(support, num_heads=3, num_tokens=20, num_prefix_tokens=prefix, shuffle_seed=None)
+    sizes = {"num_heads": 3, "num_tokens": 20, "grid": (4, 5)}
+    offsets = head_offsets(support, **sizes)
+    pairs = layer_pairs(resolve_support(support, 3, 20, (4, 5)), **sizes, layer=0)
+    mask = build_mask(support, **sizes, num_prefix_tokens=prefix, shuffle_seed=None)
     # M is not computed for a patch that attends to itself because it has no partner.
     lonely = sum(mask[head].diagonal().sum() for head in range(3) if 0 not in offsets[head]) if not prefix else 0
     if pairs is not None and not prefix:
