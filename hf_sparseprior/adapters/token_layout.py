@@ -61,7 +61,7 @@ class TokenLayout:
         self._forward.token_ids = token_ids
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no forward, and threads' own values cannot be copied."""
+        """Thread-local state is not pickled; it belongs to a forward that runs."""
         return {name: value for name, value in vars(self).items() if name != "_forward"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

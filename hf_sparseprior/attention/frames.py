@@ -22,7 +22,7 @@ from hf_sparseprior.patterns.decay import decay_weights, prefix_weights
 
 
 def frames_can_run(request: AttentionRequest) -> str | None:
-    """Requests of which every frame has the same pairs with every other."""
+    """Requests with the same pattern in and between all frames."""
     if not request.plan.repeats_frame or request.key_ids is not None:
         return "pairs are not those of one frame repeated over a clip"
     return not_listed(request)

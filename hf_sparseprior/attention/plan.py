@@ -69,7 +69,7 @@ class AttentionPlan:
     ) -> None:
         *several, height, width = grid
         frames = several[0] if several else 1
-        # That of which support and decay have one, and which is repeated over the frames if it is that of a frame.
+        # The grid that support and decay are built for; that of a frame is repeated over the frames.
         self.own_grid = own_grid(grid, time)
         if layout != RASTER and (math.prod(self.own_grid) < math.prod(grid) or support.get("order", layout) != layout):
             raise ValueError(f"layout={layout!r} must be the order of the support, in an image or with time='clip'")

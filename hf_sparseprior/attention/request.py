@@ -33,7 +33,8 @@ class AttentionRequest(NamedTuple):
         scale: factor of the logits, default D ** -0.5.
         dropout_p: dropout probability of the attention weights.
         bias: added to the logits after decay and support, broadcastable to (B, H, T, T): relative positions, padding.
-            Or (n, H, T, T) where B is a multiple of n: the biases of an image's n windows, image after image.
+            Or (n, H, T, T) where B is a multiple of n: one bias for each of an image's n windows, repeated for each
+            image.
         token_ids: int64 (B, n), which patches of the grid the tokens after the prefix are, if they are not all of them
             in its layout. They differ between images (masked autoencoders, token pruning). Support and decay use the
             places of the patches in the grid. -1 is a token without a place, and is treated like a prefix token.

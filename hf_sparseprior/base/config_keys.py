@@ -93,8 +93,10 @@ class ExactKeys:
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     def __setattr__(self, key: str, value: Any) -> None:
-        check_key(type(self), key)
-        check_common_value(key, value)
+        # In a graph transformers' loss writes `problem_type`; TorchDynamo cannot trace the checks.
+        if not torch.compiler.is_compiling():
+            check_key(type(self), key)
+            check_common_value(key, value)
         super().__setattr__(key, value)
 
     @classmethod
@@ -204,7 +206,7 @@ def _is_integer(value: Any) -> bool:
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 _DTYPE = ("a floating dtype of torch, such as float32 or bfloat16", _is_dtype)
 _BOOLEAN = ("True or False", lambda value: isinstance(value, bool))
-# What is allowed, in words, and whether a value is that. None always is.
+# What is allowed, in words, and a check of it. None is always allowed.
 COMMON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,

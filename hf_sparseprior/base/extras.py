@@ -107,7 +107,7 @@ ModuleSpec = str | Mapping[str, Any] | ResolvedModule
 def resolve_module(
     spec: ModuleSpec, slot: str, registry: Mapping[str, type[PriorModule]], grid: Sequence[int]
 ) -> ResolvedModule:
-    """The full form of what fills a slot: its name with every setting, checked.
+    """The full form of a component: its name with every setting, checked.
 
     Raises:
         ValueError: the message has the slot, the setting, the value and what is allowed.

@@ -89,5 +89,5 @@ Settings = Mapping[str, Any]
 
 
 def own_settings(resolved: Resolved | Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of what fills a slot, without its name."""
+    """All settings of a component of a prior, without its name."""
     return {key: value for key, value in cast("Mapping[str, Any]", resolved).items() if key != "name"}

@@ -103,7 +103,7 @@ def _load_onnx(file: Path, threads: int) -> Call:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3  # it warns of weights that it folds
-    # Its threads would turn in circles after a call, on the cores of what is timed next.
+    # Its threads would busy-wait after a call, on the cores of what is timed next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     return lambda images: session.run(None, {INPUT: images.numpy()})

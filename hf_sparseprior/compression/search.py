@@ -175,7 +175,7 @@ class MaskSearch:
         budget, sizes = share * self.total, dict(self.units.sizes)
         kept = {group: torch.ones(size, dtype=torch.bool) for group, size in sizes.items() if group in self.masks}
         enough = 0.0005 * self.total
-        for most in (1, 2):  # how many times of what is left to go a unit may have
+        for most in (1, 2):  # largest cost of a unit, in what is left of the budget
             for _, group, unit in ranked:
                 if budget < enough:
                     break

@@ -33,7 +33,7 @@ NO_DECAY = "null"  # as JSON
 
 
 class PriorAttention(nn.Module):
-    """What a prior adds to an attention layer: its decay, its relative positions, and how queries meet keys.
+    """What a prior adds to an attention layer: its decay, its relative positions, and how scores are computed.
 
     The modules decay_bias, predictor and mixer are None if the prior has none.
 
@@ -177,7 +177,7 @@ class PriorAttention(nn.Module):
         if self.mixer is not None:
             return self._mix(request, backend)
         decay = self.active_decay()
-        # Nothing is made in vain: a small call costs little more than its Python.
+        # Avoids copies: small calls are bound by the overhead of Python.
         if decay is not None or self.training:
             request = request._replace(decay=None if decay is None else decay(), training=self.training)
         if self.predictor is None and not len(self.relative_position):
@@ -204,11 +204,13 @@ class PriorAttention(nn.Module):
         return out, weights if request.need_weights else None
 
     def _mix(self, request: AttentionRequest, backend: str) -> tuple[Tensor, Tensor | None]:
-        """The mixer's output and weights. A mixer has one form, which no backend changes."""
+        """The mixer's output and weights. A mixer has a single implementation."""
         assert self.mixer is not None
         source, forced = forced_backend(backend)
         if forced not in ("auto", "reference"):
-            raise ValueError(f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has one form")
+            raise ValueError(
+                f"{source}={forced!r} cannot run mixer {self.mixer.name!r}, which has a single implementation"
+            )
         if request.bias is not None:
             raise ValueError(f"mixer {self.mixer.name!r} has no logits of pairs to which a bias could be added")
         return self.mixer(request)

@@ -167,7 +167,7 @@ def _resolve_time(slots: Mapping[str, Any], grid: Sequence[int]) -> Time:
 
 
 def _check_clip(prior: ResolvedPrior, time: Time, whole: list[int]) -> None:
-    """Raise for what has no meaning over the frames of a clip, or nothing to act on there."""
+    """Raise for what has no meaning over the frames of a clip, or no effect there."""
     if (found := predictor_or_mixer(prior)) is not None and found[0].get("grid", whole) != whole:
         raise ValueError(
             f"prior: {found[0]['name']}: grid={found[0]['grid']} must be {whole}, the frames one below the other"
@@ -229,7 +229,7 @@ def resolve_mixer(mixer: ModuleSpec | None, grid: Sequence[int]) -> Literal["sof
 
 
 def check_together(prior: ResolvedPrior) -> None:
-    """Raise if what fills one slot has nothing to act on because of another slot."""
+    """Raise if a component has no effect because of one in another slot."""
     _check_pruning(prior)
     if prior["predictor"] is not None and prior["support"]["name"] != "dense":
         raise ValueError(

@@ -216,8 +216,8 @@ class Teacher:
             patches = math.prod(self.model.config.grid)
             if token_sources.shape[1] != patches:
                 raise ValueError(
-                    f"{self.name} has {patches} patches, the model {token_sources.shape[1]}; with mixtoken they must "
-                    "be as many"
+                    f"{self.name} has {patches} patches, the model {token_sources.shape[1]}; with mixtoken these "
+                    "must be equal"
                 )
             check_mixtoken(self.model, self.name)
             mixed["token_sources"] = token_sources

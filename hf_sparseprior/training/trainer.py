@@ -61,8 +61,8 @@ class SparsePriorTrainer(Trainer):
     distillation, `loss_NAME` is the mean of each loss since then, without its weight. Auxiliary losses of a prior
     (`keep_ratio` of DynamicViT), which are part of the loss, are logged in the same way, with their weight.
 
-    A loss that is not finite ends `train` with the next entry of the log, evaluation or checkpoint, before it, unless
-    `args.nonfinite_loss` is "continue". No checkpoint has weights that are not finite.
+    A non-finite loss stops training at the next log, evaluation or save, before it is written, unless
+    `args.nonfinite_loss` is "continue". No checkpoint has non-finite weights.
 
     Raises:
         ValueError: for a teacher or losses that do not go with the model, and for distillation with FSDP.
@@ -108,7 +108,7 @@ class SparsePriorTrainer(Trainer):
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'. Signals do again what they did before also where training ends in an error."""
+        """As transformers'. Restores the signal handlers, also where training ends in an error."""
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -241,6 +241,24 @@ def test_it_compiles_into_one_graph(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])], ids=["one", "many"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_it_trains_in_one_graph_with_labels(name, labels):
+    """transformers' loss writes into the config what kind of labels there are, in a graph as well."""
+    eager, compiled = (make(name, num_labels=2).train() for _ in range(2))
+    torch._dynamo.reset()
+    step = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    losses = [model(images(name), labels=labels).loss for model in (eager, step)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(eager.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    kind = "single_label_classification" if labels.ndim == 1 else "multi_label_classification"
+    assert eager.config.problem_type == compiled.config.problem_type == kind
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGES)
 def test_it_is_exported_with_any_batch_size(name):
     model = make(name)

@@ -159,7 +159,7 @@ def test_the_teacher_sees_the_patches_that_mixtoken_gives_the_student(tmp_path):
     expected = trainer.compute_loss(student, {**inputs, "pixel_values": pixels})
     assert own.item() == pytest.approx(expected.item(), rel=1e-5)
     trainer = make_trainer(student, Distillation({"class": 1.0}, Teacher(make_model(1, patch_size=8))), tmp_path)
-    with pytest.raises(ValueError, match="the teacher has 1 patches, the model 4; with mixtoken they must be as many"):
+    with pytest.raises(ValueError, match="the teacher has 1 patches, the model 4; with mixtoken these must be equal"):
         trainer.compute_loss(student, {**inputs, "token_sources": sources})
 
 
