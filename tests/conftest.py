@@ -132,3 +132,19 @@ def pytest_ignore_collect(collection_path, config):
     if config.getoption("markexpr") != "not slow" or not collection_path.name.startswith("test_"):
         return None
     return True if re.search(r"^pytestmark = \[?pytest\.mark\.slow\b", collection_path.read_text(), re.M) else None
+
+
+@pytest.fixture
+def registries():
+    """The registries of supports, decays and backends, which afterwards hold what they held before."""
+    from hf_sparseprior.attention.choice import BACKENDS, unregister_backend
+    from hf_sparseprior.patterns.decay import DECAYS
+    from hf_sparseprior.patterns.supports import SUPPORTS
+
+    before, backends = [dict(registry) for registry in (SUPPORTS, DECAYS)], list(BACKENDS)
+    yield
+    for registry, entries in zip((SUPPORTS, DECAYS), before, strict=True):
+        registry.clear()
+        registry.update(entries)
+    for name in BACKENDS.keys() - backends:
+        unregister_backend(name)

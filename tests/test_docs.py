@@ -7,28 +7,12 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
-from hf_sparseprior.attention.choice import BACKENDS, unregister_backend
-from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.supports import SUPPORTS
 from tasks.common.config import read_cell
 from tests.timm_oracle import import_timm
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / name for name in ("architecture.md", "how-to/extend.md")]
 TEXT = PAGES[1].read_text()
-
-
-@pytest.fixture
-def registries():
-    """The registries, which afterwards hold what they held before."""
-    before = [dict(registry) for registry in (SUPPORTS, DECAYS)]
-    backends = list(BACKENDS)
-    yield
-    for registry, entries in zip((SUPPORTS, DECAYS), before, strict=True):
-        registry.clear()
-        registry.update(entries)
-    for name in BACKENDS.keys() - backends:
-        unregister_backend(name)
 
 
 def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path):

@@ -43,7 +43,7 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, registries):
     """A folder to work in: photographs, small models under the names of the hub's, and the configurations."""
     digits = load_digits()
     for split, numbers in (("train", range(0, 60)), ("validation", range(60, 90)), ("test", range(90, 120))):
@@ -66,10 +66,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
-    before = dict(SUPPORTS)
-    yield tmp_path
-    SUPPORTS.clear()
-    SUPPORTS.update(before)
+    return tmp_path
 
 
 def commands(block):

@@ -21,7 +21,7 @@ import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.models.pretrained import check_classes, check_saved_folder, load_whole_model, weights_sha256
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
-from tasks.common.hf_run import HFTask, Split, named_metrics
+from tasks.common.hf_run import HFTask, Split, fill_cache, named_metrics
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
 from tasks.common.parsers import evaluate_parser
 from tasks.common.plots import draw_confusion
@@ -55,7 +55,7 @@ def evaluate_model(
     model = load_whole_model(folder, task.model_class)
     data = task.read_split(config, split, model, folder)
     check_classes(model, data.classes)
-    data.dataset.fill_cache()  # what takes long comes after what may be refused
+    fill_cache(data.dataset)  # what takes long comes after what may be refused
     size = batch_size or task.eval_batch_size
     if task.measure is not None:
         heading = f"{folder.name}, {split}"

@@ -75,7 +75,8 @@ class Prepared:
     """What a task hands to the Trainer.
 
     model: the model to train. classes: names in the order of the labels.
-    datasets: train, validation and test, for `torch.utils.data.DataLoader`.
+    datasets: train, validation and test, for `torch.utils.data.DataLoader`. One that prepares its examples once has
+        `fill_cache(show_progress)`, which is called before the first step.
     description: describes the data, for results.json.
     split_names: what the data itself calls a split, where that is something else.
     save_processor: writes the image processor of evaluation into a folder.
@@ -441,13 +442,19 @@ def make_collator(
     )
 
 
+def fill_cache(dataset: Any, show_progress: bool = False) -> None:
+    """Let a dataset prepare its examples now, if it prepares them once."""
+    if hasattr(dataset, "fill_cache"):
+        dataset.fill_cache(show_progress=show_progress)
+
+
 def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:
     """The Trainer of a run. One example of training and of the test is prepared first, so that what cannot be prepared
     shows before the start.
     """
     if prepared.train_sampler is not None:
         for dataset in prepared.datasets.values():
-            dataset.fill_cache(show_progress=not arguments.disable_tqdm)
+            fill_cache(dataset, show_progress=not arguments.disable_tqdm)
         prepared.datasets["train"][next(iter(prepared.train_sampler))]
         prepared.datasets["test"][0]
     _trainer_errors(check_schedule, arguments=arguments)

@@ -145,9 +145,6 @@ class Prepared(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def fill_cache(self, show_progress: bool = False) -> None:
-        """Images are read when they are needed."""
-
     def __getitem__(self, item: int | Draw) -> dict[str, Any]:
         index = item.index if isinstance(item, Draw) else int(item)
         mirrored = isinstance(item, Draw) and bool(item.random(self.seed).random() < self.mirrored)
