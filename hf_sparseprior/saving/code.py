@@ -51,7 +51,9 @@ def code_files(entries: tuple[str, ...]) -> dict[str, str]:
     """
     if not all(_ours(name) for name in entries):
         folders = {Path(file).parent for name in entries if (file := sys.modules[name].__file__)}
-        return {path.name: path.read_text("utf-8") for folder in folders for path in sorted(folder.glob("*.py"))}
+        files = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
+        # transformers makes a package of the folder into which it copies code.
+        return {path.name: path.read_text("utf-8") for path in files if path.name != "__init__.py"}
     return _Code(entries).files()
 
 

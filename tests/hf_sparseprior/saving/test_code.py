@@ -14,6 +14,7 @@ import hf_sparseprior
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.saving import code
 from tests.hf_sparseprior.small import small
+from tests.processes import run_script
 
 ROOMS = {"base", "patterns", "attention", "priors", "saving", "models"}
 PACKAGE = Path(hf_sparseprior.__file__).parent
@@ -55,6 +56,26 @@ def test_the_files_hold_the_definitions_of_the_modules(family):
     expected = [each for path in modules for each in definitions(path.read_text())]
     assert sorted(expected) == sorted(each for text in files.values() for each in definitions(text))
     assert len(set(expected)) == len(expected) > 300
+
+
+SAVE_AGAIN = """
+import sys, torch
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+cls = get_class_from_dynamic_module("modeling_sparseprior_vit.SparsePriorViTModel", sys.argv[1])
+assert cls.__module__.startswith("transformers_modules") and "hf_sparseprior" not in sys.modules
+torch.manual_seed(0)
+cls(cls.config_class.from_pretrained(sys.argv[1])).save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_runs_on_saved_code_saves_the_same_code(tmp_path):
+    FAMILIES["sparseprior_vit"].base(small("sparseprior_vit")).save_pretrained(tmp_path / "model")
+    run_script(SAVE_AGAIN, str(tmp_path / "model"), str(tmp_path / "again"), folder=tmp_path, package=False)
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / of).glob("*.py")} for of in ("model", "again")
+    )
+    assert first == second and len(first) == 8
 
 
 # ---- a package of its own -------------------------------------------------------------------------------------------
