@@ -24,14 +24,14 @@ from hf_sparseprior.base.limits import check_sides, check_size
 from hf_sparseprior.base.resolved import Resolved, ResolvedSupport, Time, own_settings
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 from hf_sparseprior.patterns.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
-from hf_sparseprior.patterns.masks import attended_pairs, count_nonzeros, lonely_rows, pruning_ratio, self_rows
+from hf_sparseprior.patterns.masks import lonely_rows, self_rows
 from hf_sparseprior.patterns.supports import (
-    build_mask,
-    frame_pairs,
+    DENSE,
+    LayerKey,
+    LayerPattern,
     layer_order,
+    layer_pattern,
     own_grid,
-    resolve_support,
-    seen_pairs,
     support_notes,
     support_settings,
 )
@@ -175,79 +175,69 @@ def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argpar
 def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, time: Time = "frame") -> list[Path]:
     """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its pictures."""
     heads, grid, prefix = arguments.heads, arguments.grid, arguments.prefix
-    tokens = math.prod(grid)
-    in_order: Any = {**support, "shuffle_seed": None}
-    sizes: Any = {"num_heads": heads, "grid": grid, "time": time}
-    ranks, frames, where = None, 1, ""
     layer = 0 if arguments.layer is None else arguments.layer - 1
-    if (of_frame := frame_pairs(in_order, layer=layer, **sizes)) is not None:
-        # Counted in one frame: the pairs of a long clip fill the memory.
-        (offsets, pairs), frames, where = of_frame[:2], grid[0], ", in one frame"
-    else:
-        offsets, pairs, ranks = seen_pairs(in_order, layer=layer, **sizes)
-    places = tokens // frames
+    key = LayerKey(heads, grid, layer, time)
+    in_order: Any = {**support, "shuffle_seed": None}
+    # Counted in one frame where that is enough: the pairs of a long clip fill the memory.
+    pattern = layer_pattern(in_order, key)
+    frames, places, where = pattern.frames, pattern.num_tokens, ", in one frame" if pattern.repeats else ""
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets{where}")
-    for number, own in enumerate(offsets, start=1):
-        shown = " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})"
-        others = None if pairs is None else pairs[number - 1]
+    for head, own in enumerate(pattern.offsets):
+        shown, others = (
+            " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})",
+            pattern.pairs_of(head),
+        )
         empty = frames * len(self_rows(own, places, 0) if others is None else lonely_rows(own, others, places, 0))
         if others is not None:
             shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
-        print(f"{number:>7}  {count_nonzeros(own, places, 0, others, frames):>8}  {empty:>10}  {shown or '-'}")
-    patch_nonzeros, nonzeros = (attended_pairs(offsets, places, extra, pairs, frames) for extra in (0, prefix))
+        print(f"{head + 1:>7}  {pattern.nonzeros(head):>8}  {empty:>10}  {shown or '-'}")
     flops, patch_flops = (
-        attention_flops(offsets, places, extra, arguments.head_dim, arguments.layers, pairs=pairs, frames=frames)
-        for extra in (prefix, 0)
+        attention_flops(pattern, extra, arguments.head_dim, arguments.layers) for extra in (prefix, 0)
     )
-    dense = dense_attention_flops(heads, tokens + prefix, arguments.head_dim, arguments.layers)
+    dense = dense_attention_flops(heads, key.num_tokens + prefix, arguments.head_dim, arguments.layers)
     print(
-        f"\nnonzeros       {patch_nonzeros} patch tokens only, {nonzeros} with prefix tokens\n"
-        f"pruning ratio  {pruning_ratio(offsets, places, 0, pairs, frames):.3f} % patch tokens only, "
-        f"{pruning_ratio(offsets, places, prefix, pairs, frames):.3f} % with prefix tokens\n"
+        f"\nnonzeros       {pattern.attended_pairs()} patch tokens only, {pattern.attended_pairs(prefix)} with prefix "
+        f"tokens\npruning ratio  {pattern.pruning_ratio():.3f} % patch tokens only, "
+        f"{pattern.pruning_ratio(prefix):.3f} % with prefix tokens\n"
         f"multiply-adds  {flops / 1e9:.4f} G with prefix tokens ({patch_flops / 1e9:.4f} G patch tokens only), "
         f"dense {dense / 1e9:.4f} G: {100 * flops / dense:.2f} %\n"
         f"               ({arguments.layers} layers, head width {arguments.head_dim}, Q K^T and softmax V)"
     )
-    if ranks is not None:
-        _print_order(support, offsets, ranks, arguments)
+    if pattern.ranks is not None and not pattern.repeats:
+        _print_order(support, pattern, pattern.ranks, arguments)
     if support["shuffle_seed"] is not None:
         for number in (1, 2):
             order = [str(own + 1) for own in layer_order(heads, number - 1, support["shuffle_seed"])]
             print(f"layer {number}: heads 1..{heads} have the supports {' '.join(order)}")
-    for note in support_notes(support, heads, grid, prefix, time):
+    for note in support_notes(support, key, prefix):
         print(f"note: {note}")
     if arguments.no_picture:
         return []
-    pruned = pruning_ratio(offsets, places, prefix, pairs, frames)
-    return _draw_support(support, offsets, ranks is not None, pruned, arguments, sizes)
+    return _draw_support(support, pattern, arguments)
 
 
-def _draw_support(
-    support: ResolvedSupport,
-    offsets: list[list[int]],
-    in_order: bool,
-    pruned: float,
-    arguments: argparse.Namespace,
-    sizes: dict[str, Any],
-) -> list[Path]:
-    """The pictures of a support: its masks, the curves of its order, and over a clip what one patch sees."""
+def _draw_support(support: ResolvedSupport, pattern: LayerPattern, arguments: argparse.Namespace) -> list[Path]:
+    """The pictures of a support: its masks, the curves of its order, and over a clip what one patch sees.
+
+    `pattern`: its supports in order, not shuffled.
+    """
     heads, grid, prefix, number = arguments.heads, arguments.grid, arguments.prefix, arguments.layer
-    layer = 0 if number is None else number - 1
-    drawn, where, shown = list(range(heads)), "supports in order", {**support, "shuffle_seed": None}
+    drawn, where, masks = list(range(heads)), "supports in order", pattern.mask(prefix)
     if number is not None:
-        drawn, where, shown = layer_order(heads, layer, support["shuffle_seed"]), f"layer {number}", {**support}
-    masks = build_mask(shown, num_tokens=math.prod(grid), num_prefix_tokens=prefix, layer=layer, **sizes)
-    titles = [f"{own + 1}: {_shorten(offsets[own])}" for own in drawn]
+        drawn, where = layer_order(heads, pattern.key.layer, support["shuffle_seed"]), f"layer {number}"
+        masks = layer_pattern(support, pattern.key).mask(prefix)
+    pruned = pattern.pruning_ratio(prefix)
+    titles = [f"{own + 1}: {_shorten(pattern.offsets[own])}" for own in drawn]
     if number is not None:
         titles = [f"head {head}, support {title}" for head, title in enumerate(titles, start=1)]
     heading = f"{support['name']}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
     size = f"{support['name']}_{size_of(grid)}"
     if len(grid) == 3:
-        size, heading = f"{size}_{sizes['time']}", f"{heading}, time {sizes['time']}"
+        size, heading = f"{size}_{pattern.key.time}", f"{heading}, time {pattern.key.time}"
         titles = [f"head {head}" for head in range(1, heads + 1)] if number is not None else titles
     written = []
-    if in_order:
+    if pattern.ranks is not None and not pattern.repeats:
         names = _orders(support, heads)
         used = list(dict.fromkeys(name for name in names if name != RASTER))
         if len(used) == 1 and RASTER not in names:
@@ -281,12 +271,12 @@ def _orders(support: ResolvedSupport, num_heads: int) -> list[str]:
 
 
 def _print_order(
-    support: ResolvedSupport, offsets: list[list[int]], ranks: np.ndarray, arguments: argparse.Namespace
+    support: ResolvedSupport, pattern: LayerPattern, ranks: np.ndarray, arguments: argparse.Namespace
 ) -> None:
     """How far apart on the grid the patches are that the offsets pair, in the support's order and in raster order."""
     patches = np.argsort(np.broadcast_to(ranks, (arguments.heads, ranks.shape[1])), axis=1)
-    along = _mean_distance(offsets, patches, arguments.grid)
-    in_raster = _mean_distance(offsets, np.sort(patches, axis=1), arguments.grid)
+    along = _mean_distance(pattern.offsets, patches, arguments.grid)
+    in_raster = _mean_distance(pattern.offsets, np.sort(patches, axis=1), arguments.grid)
     names, axes = (
         dict.fromkeys(_orders(support, arguments.heads)),
         "frames, rows" * (len(arguments.grid) == 3) or "rows",
@@ -341,8 +331,7 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
     low, high = initial_beta(decay)
     beta = (low + high) / 2
     gamma = torch.sigmoid(torch.tensor(beta, dtype=torch.float64)).item()
-    dense = resolve_support(None, arguments.heads, math.prod(own), own)
-    plan = AttentionPlan(arguments.heads, grid, arguments.prefix, dense, decay, 0, time=time)
+    plan = AttentionPlan(LayerKey(arguments.heads, grid, time=time), arguments.prefix, DENSE, decay)
     positions = torch.tensor(plan.build_table("positions"))
     curves = position_names(decay, positions.shape[0])
     print(f"{decay['name']} on a {size} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")

@@ -16,12 +16,10 @@ Symbols: N patch tokens, P prefix tokens, T = P + N, L layers, h heads, d width,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.costs import AttentionCosts
@@ -31,8 +29,7 @@ from hf_sparseprior.base.layer_sizes import LayerSizes
 from hf_sparseprior.base.resolved import ResolvedDecay, ResolvedPrior
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.masks import Pairs, attended_pairs
-from hf_sparseprior.patterns.supports import Pattern, frame_pairs, seen_pairs, support_of_heads, support_pattern
+from hf_sparseprior.patterns.supports import LayerKey, LayerPattern, layer_pattern
 from hf_sparseprior.priors.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
 
 
@@ -82,24 +79,22 @@ def attention_parts(
 
 
 def attention_flops(
-    offsets: Sequence[Sequence[int]],
-    num_tokens: int,
+    pattern: LayerPattern,
     num_prefix_tokens: int,
     head_dim: int,
     num_layers: int = 1,
     convention: str = "multiply_adds",
-    pairs: Pairs = None,
-    frames: int = 1,
 ) -> int:
-    """FLOPs of Q K^T, softmax and (softmax) V over a support in `num_layers` layers.
+    """FLOPs of Q K^T, softmax and (softmax) V in `num_layers` layers that have this pattern.
 
     Args:
-        offsets, num_tokens, num_prefix_tokens, pairs, frames: as in `supports.attended_pairs`.
+        pattern: which pairs there are.
+        num_prefix_tokens: P.
         head_dim: d_h.
         num_layers: L.
         convention: one of CONVENTIONS.
     """
-    kept = attended_pairs(offsets, num_tokens, num_prefix_tokens, pairs, frames)
+    kept = pattern.attended_pairs(num_prefix_tokens)
     return num_layers * sum(attention_parts(kept, head_dim, convention).values())
 
 
@@ -261,9 +256,9 @@ def count_layers(
     if (found := predictor_or_mixer(prior)) is not None:
         found = found[1].settings_for(found[0], math.prod(grid) + prefix), found[1]
     pairs, counted = [], []
-    for number, (own, pattern, (attended, left)) in enumerate(zip(layers, patterns, sizes, strict=True), start=first):
+    for own, pattern, (attended, left) in zip(layers, patterns, sizes, strict=True):
         heads = len(own.heads)
-        pairs.append(attended_in_layer(prior, found, pattern, attended, prefix, own.head_width, number))
+        pairs.append(attended_in_layer(pattern, found, attended, prefix, own.head_width))
         flops = block_flops(
             attended + prefix, left + prefix, own.width, own.mlp_width, pairs[-1], heads, convention, own.head_width
         )
@@ -274,51 +269,22 @@ def count_layers(
         add_extras([flops], prior, (heads, own.attention_width, own.mlp_width), grid, prefix, convention)
         counted.append(flops)
     decay = prior["decay"]
-    return CountedLayers(pairs, counted, None if decay is None else _decay_sums(decay, patterns, grid, prefix, first))
+    return CountedLayers(pairs, counted, None if decay is None else _decay_sums(decay, patterns, prefix))
 
 
 def layer_patterns(
     prior: ResolvedPrior, layers: Sequence[LayerSizes], grid: tuple[int, ...], first: int = 0
-) -> list[Pattern]:
+) -> list[LayerPattern]:
     """The pattern of each of some layers, with the heads that the layer has. `first`: number of the first of them."""
-    patterns: list[Pattern] = []
-    for number, layer in enumerate(layers, start=first):
-        sizes: dict[str, Any] = {"num_heads": layer.num_supports, "num_tokens": math.prod(grid), "grid": grid}
-        if len(grid) == 3:
-            patterns.append(patterns[-1] if patterns else _clip_pattern(prior, layer.num_supports, grid))
-        elif len(layer.heads) < layer.num_supports:
-            offsets, own = support_of_heads(prior["support"], layer=number, heads=layer.heads, **sizes)
-            patterns.append(Pattern(offsets, None if own is None else {number: list(own)}.__getitem__))
-        elif patterns and len(layers[number - first - 1].heads) == layer.num_supports:
-            patterns.append(patterns[-1])  # shuffling changes no count
-        else:
-            patterns.append(support_pattern(prior["support"], **sizes))
-    return patterns
-
-
-@dataclass(frozen=True)
-class FramePattern(Pattern):
-    """The pattern of one frame, which is the same in and between all `frames` of a clip."""
-
-    frames: int = 1
-
-
-def _clip_pattern(prior: ResolvedPrior, num_heads: int, grid: tuple[int, ...]) -> Pattern:
-    """The pattern over a clip; neither the layer nor shuffling changes a count."""
-    sizes: dict[str, Any] = {"num_heads": num_heads, "grid": grid, "time": prior.get("time", "frame")}
-    if (of_frame := frame_pairs(prior["support"], **sizes)) is not None:
-        return FramePattern(of_frame[0], _listed(of_frame[1]), grid[0])
-    offsets, pairs, _ = seen_pairs(prior["support"], **sizes)
-    return Pattern(offsets, _listed(pairs))
-
-
-def _listed(pairs: Pairs) -> Callable[[int], list[np.ndarray]] | None:
-    return None if pairs is None else lambda layer: list(pairs)
-
-
-def frames_of(pattern: Pattern) -> int:
-    """In how many frames a pattern is repeated."""
-    return pattern.frames if isinstance(pattern, FramePattern) else 1
+    time = prior.get("time", "frame")
+    if len(grid) == 3:  # neither the layer nor shuffling changes a count
+        pattern = layer_pattern(prior["support"], LayerKey(layers[0].num_supports, grid, time=time))
+        return [pattern] * len(layers)
+    keys = [
+        LayerKey(layer.num_supports, grid, number, time, layer.heads)
+        for number, layer in enumerate(layers, start=first)
+    ]
+    return [layer_pattern(prior["support"], key) for key in keys]
 
 
 def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -411,76 +377,56 @@ def embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
 
 
 def attended_in_layer(
-    prior: ResolvedPrior,
+    pattern: LayerPattern,
     found: tuple[Mapping[str, Any], type[AttentionCosts]] | None,
-    pattern: Pattern,
     num_tokens: int,
     num_prefix_tokens: int,
     head_dim: int,
-    layer: int,
 ) -> int:
     """Pairs of all heads of a layer. For a predictor or mixer: the number of pairs that costs as much.
 
     Args:
-        prior: the layer's, resolved.
-        found: what `predictor_or_mixer` found in it.
-        pattern: of its support.
+        pattern: of the layer's support.
+        found: what `predictor_or_mixer` found in its prior.
         num_tokens, num_prefix_tokens: N and P.
         head_dim: d_h.
-        layer: number from 0.
     """
     heads = len(pattern.offsets)
-    if prior["support"]["name"] == "dense" and found is None:
-        return heads * (num_tokens + num_prefix_tokens) ** 2
     if found is not None:
         settings, kind = found
         return heads * kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
-    frames = frames_of(pattern)
-    return attended_pairs(pattern.offsets, num_tokens // frames, num_prefix_tokens, pattern.layer_pairs(layer), frames)
+    if pattern.support == "dense":
+        return heads * (num_tokens + num_prefix_tokens) ** 2
+    return pattern.attended_pairs(num_prefix_tokens)
 
 
-def _decay_sums(
-    decay: ResolvedDecay, patterns: Sequence[Pattern], grid: tuple[int, ...], prefix: int, first: int
-) -> dict[str, int]:
-    """`decay_operations` of layers with these patterns. `first`: number of the first of them."""
+def _decay_sums(decay: ResolvedDecay, patterns: Sequence[LayerPattern], prefix: int) -> dict[str, int]:
+    """`decay_operations` of layers with these patterns."""
     sums = {"build": 0, "apply": 0}
-    for layer, pattern in enumerate(patterns, start=first):
-        pairs = pattern.layer_pairs(layer)
-        counted = decay_operations(decay, pattern.offsets, grid, prefix, pairs=pairs, frames=frames_of(pattern))
-        for key, value in counted.items():
+    for pattern in patterns:
+        for key, value in decay_operations(decay, pattern, prefix).items():
             sums[key] += value
     return sums
 
 
-def decay_operations(
-    decay: ResolvedDecay,
-    offsets: Sequence[Sequence[int]],
-    grid: tuple[int, ...],
-    num_prefix_tokens: int,
-    num_layers: int = 1,
-    pairs: Pairs = None,
-    frames: int = 1,
-) -> dict[str, int]:
-    """Elementary operations of a decay in `num_layers` layers, each counted as one.
-
-    Offsets and pairs are those of one of the `frames` of the grid, where these are several.
+def decay_operations(decay: ResolvedDecay, pattern: LayerPattern, num_prefix_tokens: int) -> dict[str, int]:
+    """Elementary operations of a decay in a layer, each counted as one.
 
     "build" is M at the attended pairs of patches, once a step. It takes for each head, pair and curve a multiplication
     of distance and log gamma, an exponential, and an addition or the division of the mean. "apply" is for each image:
     the logits of those pairs are multiplied by M (those of the prefix too if its gamma is learned), and every logit by
     alpha (VIOLIN Eq. 12).
     """
-    num_tokens = math.prod(grid)
-    prefix_pairs = len(offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
+    num_tokens, places, frames = pattern.key.num_tokens, pattern.num_tokens, pattern.frames
+    prefix_pairs = len(pattern.offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
     # Not `attended_pairs`: if a patch has no partner but itself, M is 1 and is not computed.
-    places = num_tokens // frames
-    weighed = sum(places if offset == 0 else 2 * (places - offset) for own in offsets for offset in own)
-    weighed = frames**2 * (weighed + sum(map(len, pairs or ())))
+    weighed = sum(places if offset == 0 else 2 * (places - offset) for own in pattern.offsets for offset in own)
+    weighed = frames**2 * (weighed + sum(map(len, pattern.pairs or ())))
     curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
     apply = weighed + prefix_pairs * decay["learn_prefix"]
     if decay["learn_alpha"]:
-        apply += attended_pairs(offsets, places, num_prefix_tokens, pairs, frames)
-    return {"build": num_layers * 3 * curves * weighed, "apply": num_layers * apply}
+        apply += pattern.attended_pairs(num_prefix_tokens)
+    return {"build": 3 * curves * weighed, "apply": apply}
 
 
 def block_flops(

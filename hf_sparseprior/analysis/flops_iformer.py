@@ -20,7 +20,7 @@ from hf_sparseprior.analysis.flops import (
 from hf_sparseprior.base.layer_sizes import STEM_WIDTH, VALUE_WIDTH
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig, map_sizes
-from hf_sparseprior.patterns.supports import support_pattern
+from hf_sparseprior.patterns.supports import LayerKey, layer_pattern
 from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, resolve_stages
 
 
@@ -105,13 +105,13 @@ class _Counter:
             number: of the stage among those that have attention.
         """
         places, rule = grid[0] * grid[1], convention_of(self.convention).multiply_add
-        pattern = support_pattern(prior["support"], num_heads=1, num_tokens=places, grid=grid)
         if (found := predictor_or_mixer(prior)) is not None:
             found = found[1].settings_for(found[0], places), found[1]
         sizes, values = self.config.layers, self.config.inner_widths[VALUE_WIDTH]
         for layer in range(len(self.pairs), len(self.pairs) + stage.num_layers):
             width, keys, hidden = sizes[layer].width, sizes[layer].head_width, sizes[layer].mlp_width
-            pairs = attended_in_layer(prior, found, pattern, places, 0, keys, layer)
+            pattern = layer_pattern(prior["support"], LayerKey(1, grid, layer))
+            pairs = attended_in_layer(pattern, found, places, 0, keys)
             self.pairs.append(pairs)
             parts = attention_parts(pairs, keys, self.convention, values[layer])
             parts["projections"] = rule * places * width * (2 * keys + 3 * values[layer])
@@ -121,6 +121,6 @@ class _Counter:
             add_extras([parts], prior, (1, keys, hidden), grid, 0, self.convention)
             self.layers.append(parts)
             if prior["decay"] is not None:
-                own = decay_operations(prior["decay"], pattern.offsets, grid, 0, pairs=pattern.layer_pairs(layer))
+                own = decay_operations(prior["decay"], pattern, 0)
                 for key, value in own.items():
                     self.decay[key] = self.decay.get(key, 0) + value

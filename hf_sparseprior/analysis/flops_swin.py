@@ -102,9 +102,9 @@ class _Counter:
         found, rule = predictor_or_mixer(prior), convention_of(self.convention).multiply_add
         first = len(self.pairs)
         patterns = layer_patterns(prior, layers, stage.grid, first)
-        for layer, (sizes, pattern) in enumerate(zip(layers, patterns, strict=True), start=first):
+        for sizes, pattern in zip(layers, patterns, strict=True):
             heads, head_width, hidden = len(sizes.heads), sizes.head_width, sizes.mlp_width
-            pairs = windows * attended_in_layer(prior, found, pattern, window, 0, head_width, layer)
+            pairs = windows * attended_in_layer(pattern, found, window, 0, head_width)
             self.pairs.append(pairs)
             flops = block_flops(padded, patches, sizes.width, hidden, pairs, heads, self.convention, head_width)
             if found is not None:
@@ -112,7 +112,7 @@ class _Counter:
                 others = kind.other_multiply_adds(settings, heads, head_width, window, 0)
                 flops["chooser"] = rule * windows * others
             if prior["decay"] is not None:
-                own = decay_operations(prior["decay"], pattern.offsets, stage.grid, 0, pairs=pattern.layer_pairs(layer))
+                own = decay_operations(prior["decay"], pattern, 0)
                 # One M serves all windows.
                 for key, value in {"build": own["build"], "apply": windows * own["apply"]}.items():
                     self.decay[key] = self.decay.get(key, 0) + value

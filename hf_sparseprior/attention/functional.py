@@ -29,7 +29,7 @@ from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.resolved import Time
 from hf_sparseprior.patterns.decay import check_decay_tensors, decay_settings
-from hf_sparseprior.patterns.supports import check_time, needs_grid, own_grid, resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, check_time, needs_grid, resolve_support
 
 
 def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -136,9 +136,9 @@ def attention(
     needed_by = "a decay" if decay is not None else "this support" if needs_grid(support) else None
     grid = _check_grid(grid, num_tokens, needed_by)
     tensors = None if decay is None else check_decay_tensors(decay, num_heads)
-    own = own_grid(grid, check_time(time))
-    resolved = resolve_support(support, num_heads, math.prod(own), own)
-    plan = AttentionPlan(num_heads, grid, num_prefix_tokens, resolved, decay_settings(tensors), layer, time=time)
+    key = LayerKey(num_heads, grid, layer, check_time(time))
+    resolved = resolve_support(support, num_heads, math.prod(key.own_grid), key.own_grid)
+    plan = AttentionPlan(key, num_prefix_tokens, resolved, decay_settings(tensors))
     request = AttentionRequest(q, k, v, plan, tensors, scale, dropout_p, need_weights=need_weights)
     out, weights = run_plan(request, backend)
     return (out, weights) if weights is not None else out

@@ -6,30 +6,22 @@ counted with both signs.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_sparseprior.base.registry import registering
-from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSupport, Time
+from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSupport
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.masks import (
-    Pairs,
-    check_bytes,
-    key_lists,
-    mask_from_offsets,
-    pruning_ratio,
-    repeated_lists,
-)
+from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
+from hf_sparseprior.patterns.masks import Pairs, check_bytes, key_lists, mask_from_offsets, repeated_lists
 from hf_sparseprior.patterns.relative_offsets import relative_table
-from hf_sparseprior.patterns.supports import frame_pairs, own_grid, seen_pairs, shared_pattern
+from hf_sparseprior.patterns.supports import layer_pattern
 from hf_sparseprior.patterns.token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
 from hf_sparseprior.patterns.windows import window_places, window_regions, windowed_mask
 
@@ -40,104 +32,94 @@ class AttentionPlan:
     It is built once per (layer, grid) and kept by the layer. The tables that it makes for a device are kept in it.
 
     Args:
-        num_heads: H, or for how many heads the support is made if there are not all of them.
-        grid: (height, width) of the patch tokens, or (frames, height, width) of those of a clip, which come one frame
-            after another.
+        layer_key: which layer it is, and its grid.
         num_prefix_tokens: P, tokens before the patches.
         support: resolved support.
         decay: resolved settings of the decay, no tensors, or None.
-        layer: layer number from 0.
-        heads: numbers of the H heads that there are, from 0; None: all.
         layout: the order in which the patches come, all tables too: raster, or that of the support (`token_order`).
-        time: how support and decay see the frames of a clip. "frame": where in their frames two patches lie, not when
-            (VIOLIN appendix D.2, curves per frame). "clip": as one grid in three dimensions (D.2, the other way).
-            "axes": the support in each frame, and along time at one place of the frames; the decay by the distance in
-            the frame plus that in time.
+
+    How support and decay see the frames of a clip, `layer_key.time`: "frame": where in their frames two patches lie,
+    not when (VIOLIN appendix D.2, curves per frame). "clip": as one grid in three dimensions (D.2, the other way).
+    "axes": the support in each frame, and along time at one place of the frames; the decay by the distance in the frame
+    plus that in time.
     """
 
     def __init__(
         self,
-        num_heads: int,
-        grid: tuple[int, ...],
+        layer_key: LayerKey,
         num_prefix_tokens: int,
         support: ResolvedSupport,
-        decay: ResolvedDecay | None,
-        layer: int,
-        heads: Sequence[int] | None = None,
+        decay: ResolvedDecay | None = None,
         layout: str = RASTER,
-        time: Time = "frame",
     ) -> None:
-        *several, height, width = grid
-        frames = several[0] if several else 1
+        self.layer_key = layer_key
         # The grid that support and decay are built for; that of a frame is repeated over the frames.
-        self.own_grid = own_grid(grid, time)
-        if layout != RASTER and (math.prod(self.own_grid) < math.prod(grid) or support.get("order", layout) != layout):
+        self.own_grid = layer_key.own_grid
+        covers = math.prod(self.own_grid) == layer_key.num_tokens
+        if layout != RASTER and (not covers or support.get("order", layout) != layout):
             raise ValueError(f"layout={layout!r} must be the order of the support, in an image or with time='clip'")
-        self.num_heads = num_heads if heads is None else len(heads)
-        self.frames = frames
-        self.time: Time = time
-        self.grid = (frames * height, width)  # the frames one below the other
-        self.num_tokens = frames * height * width
+        *_, height, width = layer_key.grid
+        self.num_heads = len(layer_key.head_numbers)
+        self.frames, self.time, self.layer = layer_key.frames, layer_key.time, layer_key.layer
+        self.grid = (self.frames * height, width)  # the frames one below the other
+        self.num_tokens = layer_key.num_tokens
         self.num_prefix_tokens = num_prefix_tokens
         self.total = num_prefix_tokens + self.num_tokens
         self.support = support
         self.mask_fill = support["mask_fill"]
         self.decay = decay
-        self.layer = layer
-        # None stands for the dense support: no mask, no offsets.
-        self.offsets: list[list[int]] | None = None
-        self._pairs: Pairs = None
-        # Offsets, pairs and ranks of a frame, where they are the same in and between all frames of a clip.
-        self.of_frame: tuple[list[list[int]], Pairs, np.ndarray | None] | None = None
-        # Rank of each patch in the order in which offsets and pairs number them, (H or 1, N); None: that in which the
-        # patches come.
-        self.ranks: np.ndarray | None = None
         self.layout = layout
         self.layout_ranks = None if layout == RASTER else order_ranks(layout, self.own_grid)  # (1, N)
-        self.density = 1.0
-        if support["name"] != "dense":
-            self._pattern = shared_pattern(support, num_heads, self.own_grid)  # kept, so that other layers find it
-            sizes: Any = {"num_heads": num_heads, "grid": grid, "time": time, "layer": layer, "heads": heads}
-            self._list_pairs = functools.partial(seen_pairs, support, **sizes)
-            self.of_frame = frame_pairs(support, pattern=self._pattern, **sizes)
-            if self.of_frame is None:
-                self.offsets, self._pairs, ranks = self._list_pairs(pattern=self._pattern)
-                self.ranks = ranks if layout == RASTER else None
-                left_out = pruning_ratio(self.offsets, self.num_tokens, num_prefix_tokens, self._pairs)
-            else:  # as `seen_pairs` gives them, which lists the pairs where they are asked for
-                self.offsets = [[] for _ in self.of_frame[0]]
-                offsets, pairs, _ = self.of_frame
-                left_out = pruning_ratio(offsets, height * width, num_prefix_tokens, pairs, frames)
-            self.density = 1.0 - left_out / 100.0
-        # Attributes, not properties: a compiler that has the plan as a constant reads nothing else.
-        self.repeats_frame = self.of_frame is not None
-        self.has_pairs = self._pairs is not None or self.repeats_frame
-        # Of pairs (j, j + o), over all heads.
-        self.offset_pairs = sum(self.num_tokens - offset for head in self.offsets or () for offset in head)
-        self.list_bytes = 0  # memory of the lists of keys over all frames, where they are those of a frame
-        if self.of_frame is not None:
-            self.frame_keys = frame_key_lists(*self.of_frame, height * width)
-            keys = num_prefix_tokens + frames * self.frame_keys.shape[-1]
-            self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
+        # None stands for the dense support: no mask, no offsets.
+        self.pattern = None if support["name"] == "dense" else layer_pattern(support, layer_key)
+        self._set_pairs(self.pattern)
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # What the decay's positions follow from, where they are the same for all heads.
         self.decay_key = None
         if decay is not None and self.ranks is None:
-            self.decay_key = DECAYS[decay["name"]], json.dumps([decay, grid, layout, time], sort_keys=True)
+            self.decay_key = (
+                DECAYS[decay["name"]],
+                json.dumps([decay, layer_key.grid, layout, self.time], sort_keys=True),
+            )
         # The arguments as text: `from_key` makes the same plan again.
-        self.key = json.dumps(
-            [num_heads, grid, num_prefix_tokens, support, decay, layer, heads, layout, time], sort_keys=True
-        )
+        self.key = json.dumps([layer_key, num_prefix_tokens, support, decay, layout], sort_keys=True)
+
+    def _set_pairs(self, pattern: LayerPattern | None) -> None:
+        """What backends read of the pattern. Attributes, not properties: a compiler that has the plan as a constant
+        reads nothing else.
+        """
+        self.offsets: list[list[int]] | None = None
+        # Rank of each patch in the order in which offsets and pairs number them, (H or 1, N); None: that in which the
+        # patches come.
+        self.ranks: np.ndarray | None = None
+        self.density, self.has_pairs, self.repeats_frame, self.list_bytes, self.offset_pairs = 1.0, False, False, 0, 0
+        if pattern is None:
+            return
+        self.density = 1.0 - pattern.pruning_ratio(self.num_prefix_tokens) / 100.0
+        self.repeats_frame = pattern.repeats
+        self.has_pairs = pattern.pairs is not None or pattern.repeats
+        if pattern.repeats:  # all pairs are listed as such
+            self.offsets = [[] for _ in pattern.offsets]
+            self.frame_keys = frame_key_lists(pattern)
+            keys = self.num_prefix_tokens + self.frames * self.frame_keys.shape[-1]
+            # Memory of the lists of keys over all frames.
+            self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
+            return
+        self.offsets = pattern.offsets
+        self.ranks = pattern.ranks if self.layout == RASTER else None
+        # Of pairs (j, j + o), over all heads.
+        self.offset_pairs = sum(self.num_tokens - offset for head in self.offsets for offset in head)
 
     @classmethod
     def from_key(cls, key: str) -> AttentionPlan:
         """The plan whose `key` this is."""
-        num_heads, grid, *rest = json.loads(key)
-        return cls(num_heads, tuple(grid), *rest)
+        (num_heads, grid, layer, time, heads), *rest = json.loads(key)
+        heads = None if heads is None else tuple(heads)
+        return cls(LayerKey(num_heads, tuple(grid), layer, time, heads), *rest)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the pattern, whose function of the layer cannot be pickled."""
-        return {name: value for name, value in vars(self).items() if name != "_pattern"}
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        """Copies and other processes make it anew, with tables of their own."""
+        return AttentionPlan.from_key, (self.key,)
 
     @property
     def pairs(self) -> Pairs:
@@ -146,7 +128,7 @@ class AttentionPlan:
         Raises:
             ValueError: if the lists would take too much memory.
         """
-        return self._pairs if self.of_frame is None else self._list_pairs()[1]
+        return None if self.pattern is None else self.pattern.listed().pairs
 
     @property
     def visits(self) -> np.ndarray | None:
@@ -270,7 +252,7 @@ def _mask(plan: AttentionPlan) -> np.ndarray:
 @registering("table", TABLES, "keys")
 def _keys(plan: AttentionPlan) -> np.ndarray:
     """The tokens that each patch sees, int32 (H, N, K), see `key_lists`."""
-    if plan.of_frame is not None:
+    if plan.repeats_frame:
         check_bytes(plan.list_bytes, f"lists of the keys of {plan.num_tokens} patches would")
         return repeated_lists(plan.frame_keys, plan.frames, plan.num_prefix_tokens)
     lists = key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
@@ -283,17 +265,10 @@ def _frame_keys(plan: AttentionPlan) -> np.ndarray:
     return plan.frame_keys
 
 
-def frame_key_lists(
-    offsets: Sequence[Sequence[int]], pairs: Pairs, ranks: np.ndarray | None, num_tokens: int
-) -> np.ndarray:
-    """The places of a frame of S patches that each of them sees in all frames, int64 (H, S, K), -1 after the last.
-
-    Arguments are what `frame_pairs` returns, and S.
-    """
+def frame_key_lists(pattern: LayerPattern) -> np.ndarray:
+    """The places of a frame that each place sees in all frames, int64 (H, S, K), -1 after the last."""
     # With a prefix token, which every place sees, none sees itself for want of another.
-    lists = key_lists(offsets, num_tokens, 1, pairs)
-    lists = lists if ranks is None else lists_in_raster(lists, ranks, 1)
-    return np.maximum(lists[:, :, 1:].astype(np.int64) - 1, -1)
+    return np.maximum(pattern.key_lists(1)[:, :, 1:].astype(np.int64) - 1, -1)
 
 
 @registering("table", TABLES, "attended")

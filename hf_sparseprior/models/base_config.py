@@ -23,7 +23,7 @@ from hf_sparseprior.base.layer_sizes import LayerSizes, check_compressed, compre
 from hf_sparseprior.base.limits import check_limit
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.feature_maps import FeatureMap
-from hf_sparseprior.patterns.supports import support_notes
+from hf_sparseprior.patterns.supports import LayerKey, support_notes
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.prior import PriorSpec, Stage, prior_name, prior_pruning_ratio, resolve_prior, resolve_stages
 from hf_sparseprior.saving.code import write_code
@@ -238,9 +238,8 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
                 own = own[:1]  # as all others
             for number, layer in own:
                 heads = None if whole else layer.heads
-                ratio = prior_pruning_ratio(
-                    prior, layer.num_supports, stage.grid, prefix, layer.head_width, number, heads
-                )
+                key = LayerKey(layer.num_supports, stage.grid, number, prior.get("time", "frame"), heads)
+                ratio = prior_pruning_ratio(prior, key, prefix, layer.head_width)
                 if whole and len(self.stages) == 1:
                     return ratio
                 pairs = (stage.num_layers if whole else 1) * stage.num_windows * len(layer.heads) * tokens**2
@@ -298,8 +297,8 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
     def log_notes(self) -> None:
         """Log clipped windows and heads that have no offset on this grid."""
         for prior, stage in zip(self.stage_priors, self.stages, strict=True):
-            sizes = stage.num_heads, stage.grid, self.prefix_tokens(stage)
-            for note in support_notes(prior["support"], *sizes, prior.get("time", "frame")):
+            key = LayerKey(stage.num_heads, stage.grid, time=prior.get("time", "frame"))
+            for note in support_notes(prior["support"], key, self.prefix_tokens(stage)):
                 logger.warning(note)
 
     def _check_total(self, kind: str, total: int, fields: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from hf_sparseprior.base.checks import check_boolean, check_integer, check_keys,
 from hf_sparseprior.base.layer_sizes import HEADS, UnitAxes
 from hf_sparseprior.base.limits import check_sides
 from hf_sparseprior.base.registry import registering
-from hf_sparseprior.base.resolved import DecayTensors, Placement, ResolvedDecay, Settings, own_settings
+from hf_sparseprior.base.resolved import DecayTensors, Placement, ResolvedDecay, Settings
 from hf_sparseprior.patterns.curves import CURVES, TRANSPOSED_SUFFIX, curve_names, curve_rank
 
 DECAYS: dict[str, type[Decay]] = {}
@@ -164,7 +164,7 @@ class Decay(nn.Module):
 
     Args:
         num_heads: H.
-        settings: as `resolve_decay` returns them, without the name.
+        settings: as `resolve_decay` returns them.
     """
 
     name: str
@@ -181,24 +181,22 @@ class Decay(nn.Module):
         "gamma": None,  # a number: gamma of every curve and head at the start, which replaces init's beta
     }
 
-    def __init__(self, num_heads: int, **settings: Any) -> None:
+    def __init__(self, num_heads: int, settings: ResolvedDecay) -> None:
         super().__init__()
-        resolved = resolve_decay({"name": self.name, **settings})
-        assert resolved is not None
-        self.settings: Settings = resolved
-        self.key = json.dumps(resolved, sort_keys=True)
-        num_curves = self.positions(resolved, (1, 1)).shape[0]
+        self.settings: Settings = cast("Settings", settings)
+        self.key = json.dumps(settings, sort_keys=True)
+        num_curves = self.positions(self.settings, (1, 1)).shape[0]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.alpha: nn.Parameter | None = None
         self.prefix_beta: nn.Parameter | None = None
-        if resolved["learn_alpha"]:
+        if settings["learn_alpha"]:
             self.alpha = nn.Parameter(torch.empty(num_heads, dtype=dtype))
         beta = torch.empty(num_curves, num_heads, dtype=dtype)
-        if resolved["learn_beta"]:
+        if settings["learn_beta"]:
             self.beta = nn.Parameter(beta)
         else:
             self.register_buffer("beta", beta)
-        if resolved["learn_prefix"]:
+        if settings["learn_prefix"]:
             self.prefix_beta = nn.Parameter(torch.empty(num_heads, dtype=dtype))
         self.add_parameters()
         self.reset_parameters()
@@ -472,7 +470,7 @@ def resized_order(order: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 def make_decay(decay: ResolvedDecay, num_heads: int) -> Decay:
     """The module of a resolved decay for one layer."""
-    return DECAYS[decay["name"]](num_heads, **own_settings(decay))
+    return DECAYS[decay["name"]](num_heads, decay)
 
 
 def check_decay_tensors(decay: Settings, num_heads: int) -> DecayTensors:

@@ -88,7 +88,7 @@ def fibottention(
     another dilation sequence (Table 8, Figure 5). `w_max=None` is N // 3, the papers' 65 at N = 196.
     """
     windows = window_sizes(num_heads, num_tokens, w_min, w_max)
-    spec = resolve_sequence(sequence)
+    spec = resolve_sequence(sequence) if isinstance(sequence, str) else cast("ResolvedSequence", sequence)
     modified = check_boolean("modified", modified)
     if spec["name"] == "wythoff":
         spec = cast("ResolvedSequence", {**spec, "modified": modified})

@@ -134,7 +134,7 @@ def support_settings(name: str) -> dict[str, Any]:
 
 def own_of(settings: Settings) -> dict[str, Any]:
     """The settings that a support does not share with others."""
-    return {key: value for key, value in settings.items() if key not in (*COMMON_SETTINGS, "order")}
+    return {key: value for key, value in settings.items() if key not in ("name", *COMMON_SETTINGS, "order")}
 
 
 def grid_of(num_tokens: int, grid: Sequence[int] | None, what: str) -> tuple[int, ...]:

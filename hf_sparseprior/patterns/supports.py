@@ -21,14 +21,13 @@ import numpy as np
 
 from hf_sparseprior.base.checks import check_integer, check_keys, python_value, split_spec
 from hf_sparseprior.base.resolved import MASK_FILLS, TIMES, ResolvedSupport, Time
+from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
 from hf_sparseprior.patterns.masks import (
     Pairs,
     attended_pairs,
-    check_listed,
     count_nonzeros,
     key_lists,
     mask_from_offsets,
-    pairs_in_frames,
     pruning_ratio,
     self_rows,
 )
@@ -43,7 +42,7 @@ from hf_sparseprior.patterns.pattern import (
     register_support,
     support_settings,
 )
-from hf_sparseprior.patterns.token_order import RASTER, check_order, mask_in_raster, order_ranks
+from hf_sparseprior.patterns.token_order import RASTER, check_order, order_ranks
 
 # isort: split
 # These files register their supports, in the order of these imports.
@@ -62,6 +61,8 @@ __all__ = [
     "COMMON_SETTINGS",
     "MASK_FILLS",
     "SUPPORTS",
+    "LayerKey",
+    "LayerPattern",
     "Pairs",
     "Pattern",
     "Support",
@@ -69,25 +70,20 @@ __all__ = [
     "build_mask",
     "check_time",
     "count_nonzeros",
-    "frame_pairs",
     "has_pairs",
     "head_offsets",
     "key_lists",
-    "layer_offsets",
     "layer_order",
-    "layer_pairs",
-    "layer_ranks",
+    "layer_pattern",
     "mask_from_offsets",
     "needs_grid",
     "own_grid",
     "pruning_ratio",
     "register_support",
     "resolve_support",
-    "seen_pairs",
     "self_rows",
     "shared_pattern",
     "support_notes",
-    "support_of_heads",
     "support_pattern",
     "support_settings",
 ]
@@ -111,7 +107,7 @@ def resolve_support(
         ValueError: the message has the field, the value and what is allowed.
     """
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
-    settings = support_settings(name)
+    settings, count = support_settings(name), check_integer("num_tokens", num_tokens, 1)
     _check_settings(name, spec)
     settings.update((key, python_value(value)) for key, value in spec.items())
     common = {key: settings[key] for key in COMMON_SETTINGS}
@@ -125,7 +121,8 @@ def resolve_support(
     if order != RASTER:  # left out otherwise, so that configs stay what they were before there was an order
         resolved["order"] = order
         order_ranks(order, grid_of(num_tokens, grid, f"order={order!r}"))
-    support_pattern(resolved, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
+    # Its function checks values that depend on heads and grid.
+    SUPPORTS[name].pattern(check_integer("num_heads", num_heads, 1), count, grid, own)
     return resolved
 
 
@@ -138,8 +135,19 @@ def support_pattern(
     name, spec = split_spec(support, "support", SUPPORTS)
     spec.update(settings)
     _check_settings(name, spec)
-    return SUPPORTS[name].pattern(num_heads, num_tokens, grid, own_of(spec))
+    own = SUPPORTS[name].check(own_of({**support_settings(name), **spec}))
+    return SUPPORTS[name].pattern(num_heads, num_tokens, grid, own)
 
+
+def _check_settings(name: str, spec: Mapping[str, Any]) -> None:
+    settings = support_settings(name)
+    if "order" in spec and "order" not in settings:
+        raise ValueError(f"support {name!r} has no order, its pairs are no offsets; leave order={spec['order']!r} out")
+    check_keys(spec, list(settings), f"support {name!r}")
+
+
+# No pair is left out.
+DENSE = resolve_support(None, num_heads=1, num_tokens=1)
 
 # Patterns of plans, for as long as a plan has them. All layers of a model have one: what differs between layers is only
 # which head has which offsets, and the pairs that are drawn.
@@ -148,19 +156,13 @@ _patterns: weakref.WeakValueDictionary[tuple, Pattern] = weakref.WeakValueDictio
 
 def shared_pattern(support: ResolvedSupport, num_heads: int, grid: tuple[int, ...]) -> Pattern:
     """The pattern of a support over a grid, made once for all that keep it. Its offsets must not be changed."""
+    entry = SUPPORTS[support["name"]]
     # The function too, as a name can be registered anew.
-    key = (SUPPORTS[support["name"]].function, json.dumps(support, sort_keys=True), num_heads, grid)
+    key = (entry.function, json.dumps(support, sort_keys=True), num_heads, grid)
     if (pattern := _patterns.get(key)) is None:
-        pattern = support_pattern(support, num_heads=num_heads, num_tokens=math.prod(grid), grid=grid)
+        pattern = entry.pattern(num_heads, math.prod(grid), grid, own_of(cast("Mapping[str, Any]", support)))
         _patterns[key] = pattern
     return pattern
-
-
-def _check_settings(name: str, spec: Mapping[str, Any]) -> None:
-    settings = support_settings(name)
-    if "order" in spec and "order" not in settings:
-        raise ValueError(f"support {name!r} has no order, its pairs are no offsets; leave order={spec['order']!r} out")
-    check_keys(spec, list(settings), f"support {name!r}")
 
 
 def head_offsets(
@@ -190,156 +192,40 @@ def layer_order(num_heads: int, layer: int, shuffle_seed: int | None) -> list[in
     return order
 
 
-def layer_offsets(
-    support: SupportSpec, *, num_heads: int, num_tokens: int, layer: int, grid: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Offsets of each head of one layer, shuffled as the support's `shuffle_seed` says."""
-    pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
-    return _shuffled(support, pattern.offsets, layer)
+def layer_pattern(support: ResolvedSupport, key: LayerKey) -> LayerPattern:
+    """The pairs of a layer's heads, shuffled as the support's `shuffle_seed` says.
 
+    Those of all frames of a clip are not listed where they are those of one frame, see `LayerPattern.repeats`.
 
-def _shuffled(support: SupportSpec, offsets: list[list[int]], layer: int) -> list[list[int]]:
-    seed = COMMON_SETTINGS["shuffle_seed"]
-    if not isinstance(support, str):
-        seed = support.get("shuffle_seed", seed)
-    return [offsets[number] for number in layer_order(len(offsets), layer, seed)]
-
-
-def layer_pairs(
-    support: SupportSpec, *, num_heads: int, num_tokens: int, layer: int, grid: Sequence[int] | None = None
-) -> list[np.ndarray] | None:
-    """Pairs (query, key) of patches off the diagonals, int64 (n, 2) for each head of a layer; None: there are none.
-
-    As in `layer_offsets`, patches are numbered in the support's order.
+    Raises:
+        ValueError: if lists of pairs over a clip would take too much memory.
     """
-    pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
-    return None if pattern.pairs is None else pattern.pairs(layer)
+    own = key.grid if support["name"] == "dense" else key.own_grid
+    whole = shared_pattern(support, key.num_heads, own)
+    order = layer_order(key.num_heads, key.layer, support["shuffle_seed"])
+    numbers = [order[head] for head in key.head_numbers]
+    pairs = whole.layer_pairs(key.layer)
+    pattern = LayerPattern(
+        support=support["name"],
+        key=key,
+        offsets=[whole.offsets[number] for number in numbers],
+        pairs=None if pairs is None else [pairs[head] for head in key.head_numbers],
+        ranks=_ranks(support, own, numbers),
+        repeats=math.prod(own) < key.num_tokens,
+        whole=whole,
+    )
+    return pattern if key.time == "frame" else pattern.listed(same_frame=True)
 
 
-def support_of_heads(
-    support: SupportSpec,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    layer: int,
-    grid: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    pattern: Pattern | None = None,
-) -> tuple[list[list[int]], Pairs]:
-    """Offsets and further pairs of some heads of a layer, shuffled as the support's `shuffle_seed` says.
+def _ranks(support: ResolvedSupport, grid: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray | None:
+    """Rank of every patch in the order of each head, (H, N), or (1, N) if all heads have one; None: raster.
 
-    Args:
-        support, num_tokens, layer, grid: as in `build_mask`.
-        num_heads: for which the support is made.
-        heads: numbers of those that the layer has, from 0; None: all.
-        pattern: that of the support for these numbers, if it is known.
+    A list of orders is shuffled with the offsets: support i has the i-th. `numbers`: which support each head has.
     """
-    if pattern is None:
-        pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
-    offsets = _shuffled(support, pattern.offsets, layer)
-    pairs = None if pattern.pairs is None else pattern.pairs(layer)
-    if heads is None:
-        return offsets, pairs
-    return [offsets[head] for head in heads], None if pairs is None else [pairs[head] for head in heads]
-
-
-def layer_ranks(
-    support: SupportSpec,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    layer: int,
-    grid: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-) -> np.ndarray | None:
-    """Rank of every patch in the order of each head, int64 (H, N), or (1, N) if all heads have one order; None: raster.
-
-    A list of orders is shuffled with the offsets: support i has the i-th. Arguments as in `support_of_heads`.
-    """
-    _, spec = split_spec(support, "support", SUPPORTS)
-    order = check_order(spec.get("order", RASTER), num_heads)
-    if order == RASTER:
-        return None
+    order = support.get("order", RASTER)
     if not isinstance(order, str):
-        numbers = layer_order(num_heads, layer, spec.get("shuffle_seed", COMMON_SETTINGS["shuffle_seed"]))
-        order = [order[numbers[head]] for head in (range(num_heads) if heads is None else heads)]
-    return order_ranks(order, grid_of(num_tokens, grid, f"order={order!r}"))
-
-
-def seen_pairs(
-    support: SupportSpec,
-    *,
-    num_heads: int,
-    grid: Sequence[int],
-    time: Time = "frame",
-    layer: int = 0,
-    heads: Sequence[int] | None = None,
-    pattern: Pattern | None = None,
-) -> tuple[list[list[int]], Pairs, np.ndarray | None]:
-    """Offsets and further pairs of a layer's heads, of an image or over the frames of a clip, and their order.
-
-    Args:
-        support, layer: as in `build_mask`.
-        num_heads, heads: as in `support_of_heads`.
-        grid: (height, width), or (frames, height, width); of a clip all patches are numbered, frame after frame.
-        time: of a clip, as in `build_mask`.
-        pattern: that of the support over the grid that it is made for (`own_grid`), if it is known.
-
-    Returns:
-        Offsets and pairs as of `support_of_heads`, and the ranks of the patches in whose order they are, as of
-        `layer_ranks`.
-    """
-    name, _ = split_spec(support, "support", SUPPORTS)
-    own = own_grid(grid, "clip" if name == "dense" else time)
-    offsets, pairs, ranks = _support_of_grid(support, num_heads, own, layer, heads, pattern)
-    if math.prod(own) == math.prod(grid):
-        return offsets, pairs, ranks
-    repeats = grid[0] ** 2 if time == "frame" else grid[0]
-    others: Sequence[np.ndarray | None] = [None] * len(offsets) if pairs is None else pairs
-    listed = {
-        (tuple(head), id(other)): repeats * count_nonzeros(head, math.prod(own), 0, other)
-        for head, other in zip(offsets, others, strict=True)
-    }
-    size = "x".join(map(str, grid))
-    check_listed([*listed.values()], len(offsets), f"support {name!r} with time={time!r} over {size} patches")
-    # Offsets of one frame would cross from a frame into the next. Those along time stay in their patch.
-    pairs = pairs_in_frames(offsets, math.prod(own), grid[0], pairs, ranks, same_frame=time == "axes")
-    if time == "frame":
-        return [[] for _ in offsets], pairs, None
-    return [[o * math.prod(own) for o in head if 0 < o < grid[0]] for head in offsets], pairs, None
-
-
-def _support_of_grid(
-    support: SupportSpec,
-    num_heads: int,
-    grid: Sequence[int],
-    layer: int,
-    heads: Sequence[int] | None,
-    pattern: Pattern | None,
-) -> tuple[list[list[int]], Pairs, np.ndarray | None]:
-    """Offsets and further pairs of a layer's heads, and the ranks of their order, over one grid."""
-    sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": math.prod(grid), "grid": grid, "layer": layer}
-    offsets, pairs = support_of_heads(support, heads=heads, pattern=pattern, **sizes)
-    return offsets, pairs, layer_ranks(support, heads=heads, **sizes)
-
-
-def frame_pairs(
-    support: SupportSpec,
-    *,
-    num_heads: int,
-    grid: Sequence[int],
-    time: Time = "frame",
-    layer: int = 0,
-    heads: Sequence[int] | None = None,
-    pattern: Pattern | None = None,
-) -> tuple[list[list[int]], Pairs, np.ndarray | None] | None:
-    """Offsets, pairs and ranks of one frame, if those of a clip are the same in and between all of its frames.
-
-    Arguments are as in `seen_pairs`, which lists the pairs of all frames. None: they are not the same.
-    """
-    if len(grid) == 2 or grid[0] == 1 or time != "frame" or split_spec(support, "support", SUPPORTS)[0] == "dense":
-        return None
-    return _support_of_grid(support, num_heads, grid[1:], layer, heads, pattern)
+        order = [order[number] for number in numbers]
+    return None if order == RASTER else order_ranks(order, grid)
 
 
 def check_time(time: Any) -> Time:
@@ -390,42 +276,37 @@ def build_mask(
     name, spec = split_spec(support, "support", SUPPORTS)
     num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
     layer, time = check_integer("layer", layer, 0), check_time(time)
-    whole = (1, num_tokens) if grid is None else grid_of(num_tokens, grid, "build_mask")
-    own = grid if grid is None or len(grid) == 2 else own_grid(grid, time)
+    given = None if grid is None else grid_of(num_tokens, grid, "build_mask")
+    own = given if given is None or len(given) == 2 else own_grid(given, time)
     count = num_tokens if own is None else math.prod(own)
     resolved = resolve_support({"name": name, **spec, **settings}, num_heads, count, own)
-    if len(whole) == 2:
-        sizes: dict[str, Any] = {"num_heads": num_heads, "num_tokens": num_tokens, "layer": layer, "grid": grid}
-        (offsets, pairs), ranks = support_of_heads(resolved, **sizes), layer_ranks(resolved, **sizes)
-    else:
-        offsets, pairs, ranks = seen_pairs(resolved, num_heads=num_heads, grid=whole, time=time, layer=layer)
-    mask = mask_from_offsets(offsets, num_tokens, num_prefix_tokens, pairs)
-    return mask if ranks is None else mask_in_raster(mask, ranks, num_prefix_tokens)
+    if given is None:
+        in_two_dimensions = needs_grid(resolved) and not SUPPORTS[name].sees_time
+        given = grid_of(num_tokens, None, name) if in_two_dimensions else (1, num_tokens)
+    key = LayerKey(check_integer("num_heads", num_heads, 1), given, layer, time if len(given) == 3 else "frame")
+    return layer_pattern(resolved, key).mask(num_prefix_tokens)
 
 
-def support_notes(
-    support: ResolvedSupport, num_heads: int, grid: Sequence[int], num_prefix_tokens: int, time: Time = "frame"
-) -> list[str]:
-    """What a user should know about this support on this grid: its own notes, and heads that see nothing.
-
-    `grid` and `time` are as in `seen_pairs`.
-    """
-    whole, grid = tuple(grid), own_grid(grid, time)
+def support_notes(support: ResolvedSupport, key: LayerKey, num_prefix_tokens: int) -> list[str]:
+    """What a user should know about this support on this grid: its own notes, and heads that see nothing."""
+    grid = key.own_grid
     num_tokens, size = math.prod(grid), "x".join(map(str, grid))
-    pattern = support_pattern(support, num_heads=num_heads, num_tokens=num_tokens, grid=grid)
-    notes = SUPPORTS[support["name"]].notes(cast("Mapping[str, Any]", support), pattern, grid)
-    if time == "axes" and support["name"] != "dense":
-        still = [str(number) for number, own in enumerate(pattern.offsets, 1) if not any(0 < o < whole[0] for o in own)]
+    pattern = shared_pattern(support, key.num_heads, grid)
+    notes = list(SUPPORTS[support["name"]].notes(cast("Mapping[str, Any]", support), pattern, grid))
+    if key.time == "axes" and support["name"] != "dense":
+        still = [
+            str(number) for number, own in enumerate(pattern.offsets, 1) if not any(0 < o < key.frames for o in own)
+        ]
         if still:
             notes.append(
-                f"{support['name']}: supports {', '.join(still)} of {num_heads} have no offset below the {whole[0]} "
-                "frames; patches of those heads see no other frame"
+                f"{support['name']}: supports {', '.join(still)} of {key.num_heads} have no offset below the "
+                f"{key.frames} frames; patches of those heads see no other frame"
             )
     empty = [str(number) for number, own in enumerate(pattern.offsets, start=1) if not own]
     if empty and num_tokens > 1 and pattern.pairs is None:
         partner = "prefix tokens" if num_prefix_tokens else "themselves"
         notes.append(
-            f"{support['name']}: supports {', '.join(empty)} of {num_heads} have no offset within their window on "
+            f"{support['name']}: supports {', '.join(empty)} of {key.num_heads} have no offset within their window on "
             f"the {size} grid; patches of those heads attend to {partner} only"
         )
     return notes

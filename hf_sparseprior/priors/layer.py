@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from hf_sparseprior.base.extras import make_extras, make_module
 from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
 from hf_sparseprior.base.resolved import ResolvedPrior, Time
 from hf_sparseprior.patterns.decay import Decay, make_decay
-from hf_sparseprior.patterns.supports import resolve_support, support_notes
+from hf_sparseprior.patterns.supports import DENSE, LayerKey, support_notes
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.low_rank import MIXERS, Mixer
 from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
@@ -138,23 +137,12 @@ class PriorAttention(nn.Module):
         if key not in self._plans:
             while len(self._plans) >= self.MAX_PLANS and self._plans_are_many():
                 self._plans.pop(next(iter(self._plans)))
-            support = self.prior["support"]
-            if dense:
-                support = resolve_support(None, self.num_supports, math.prod(grid), grid)
-            elif self.layer_idx == 0:
-                for note in support_notes(support, self.num_supports, grid, num_prefix_tokens, time):
+            layer_key = LayerKey(self.num_supports, grid, self.layer_idx, time, self.heads)
+            support = DENSE if dense else self.prior["support"]
+            if self.layer_idx == 0:
+                for note in support_notes(support, layer_key, num_prefix_tokens):
                     logger.info(note)
-            self._plans[key] = AttentionPlan(
-                self.num_supports,
-                grid,
-                num_prefix_tokens,
-                support,
-                json.loads(decay_key),
-                self.layer_idx,
-                self.heads,
-                layout,
-                time,
-            )
+            self._plans[key] = AttentionPlan(layer_key, num_prefix_tokens, support, json.loads(decay_key), layout)
         return self._plans[key]
 
     def _plans_are_many(self) -> bool:

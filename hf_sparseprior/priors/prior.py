@@ -21,14 +21,13 @@ from hf_sparseprior.base.checks import check_keys
 from hf_sparseprior.base.extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
 from hf_sparseprior.base.resolved import TIMES, ResolvedModule, ResolvedPrior, Time
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
-from hf_sparseprior.patterns.masks import pruning_ratio
 from hf_sparseprior.patterns.supports import (
     SUPPORTS,
+    LayerKey,
     check_time,
-    frame_pairs,
+    layer_pattern,
     own_grid,
     resolve_support,
-    seen_pairs,
     support_pattern,
 )
 from hf_sparseprior.patterns.token_order import RASTER
@@ -338,30 +337,15 @@ def is_prior_weight(key: str) -> bool:
     return not PRIOR_MODULES.isdisjoint(key.split("."))
 
 
-def prior_pruning_ratio(
-    prior: ResolvedPrior,
-    num_heads: int,
-    grid: Sequence[int],
-    num_prefix_tokens: int,
-    head_dim: int,
-    layer: int = 0,
-    heads: Sequence[int] | None = None,
-) -> float:
+def prior_pruning_ratio(prior: ResolvedPrior, key: LayerKey, num_prefix_tokens: int, head_dim: int) -> float:
     """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
 
-    `layer` and `heads` are as in `support_of_heads`; all heads of a layer have the same pairs in every layer.
-    Pairs that token pruning drops are not included, because they differ between layers (`analysis.flops` counts them).
-    Mixers have no pairs. For them it is the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
+    All heads of a layer have the same pairs in every layer. Pairs that token pruning drops are not included, because
+    they differ between layers (`analysis.flops` counts them). Mixers have no pairs. For them it is the percentage of
+    the multiply-adds of Q K^T and (softmax) V that they save.
     """
-    num_tokens = math.prod(grid)
     if (found := predictor_or_mixer(prior)) is not None:
         settings, kind = found
-        kept = kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
-        return 100.0 * (1.0 - kept / (num_tokens + num_prefix_tokens) ** 2)
-    sizes: dict[str, Any] = {"num_heads": num_heads, "grid": grid, "layer": layer, "heads": heads}
-    sizes["time"] = prior.get("time", "frame")
-    if (of_frame := frame_pairs(prior["support"], **sizes)) is not None:
-        offsets, pairs, _ = of_frame
-        return pruning_ratio(offsets, math.prod(grid[1:]), num_prefix_tokens, pairs, frames=grid[0])
-    offsets, pairs, _ = seen_pairs(prior["support"], **sizes)
-    return pruning_ratio(offsets, num_tokens, num_prefix_tokens, pairs)
+        kept = kind.cost_in_pairs(settings, head_dim, key.num_tokens, num_prefix_tokens)
+        return 100.0 * (1.0 - kept / (key.num_tokens + num_prefix_tokens) ** 2)
+    return layer_pattern(prior["support"], key).pruning_ratio(num_prefix_tokens)

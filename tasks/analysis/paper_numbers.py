@@ -12,7 +12,7 @@ from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
 from hf_sparseprior.models.configuration_sparseprior_swin import SUPPORT_STAGES, SparsePriorSwinConfig
-from hf_sparseprior.patterns.supports import head_offsets
+from hf_sparseprior.patterns.supports import LayerKey, head_offsets
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from hf_sparseprior.priors.token_pruning import EViT
@@ -320,7 +320,7 @@ def patch_pruning(num_heads: int, num_prefix_tokens: int = 0, w_max: int = 65, m
     """Percentage of the pairs that Fibottention at w 5..w_max leaves out of 14x14 patches."""
     support = {"name": "fibottention", "w_min": 5, "w_max": w_max, "modified": modified}
     prior = resolve_prior({"support": support}, num_heads, (14, 14))
-    return prior_pruning_ratio(prior, num_heads, (14, 14), num_prefix_tokens, 64)
+    return prior_pruning_ratio(prior, LayerKey(num_heads, (14, 14)), num_prefix_tokens, 64)
 
 
 def _upop_number() -> PaperNumber:

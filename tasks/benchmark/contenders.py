@@ -21,9 +21,9 @@ from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.resolved import DecayTensors
-from hf_sparseprior.patterns.decay import DECAYS, decay_weights, prefix_weights, resolve_decay
+from hf_sparseprior.patterns.decay import DECAYS, decay_weights, make_decay, prefix_weights, resolve_decay
 from hf_sparseprior.patterns.masks import self_rows
-from hf_sparseprior.patterns.supports import resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> P
     grid = nearly_square(size.tokens)
     support = resolve_support(setting.support, setting.heads, size.tokens, grid)
     settings = resolve_decay(setting.decay, grid)
-    plan = AttentionPlan(setting.heads, grid, setting.prefix, support, settings, layer=0)
+    plan = AttentionPlan(LayerKey(setting.heads, grid), setting.prefix, support, settings)
     generator = torch.Generator(setting.device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -97,7 +97,7 @@ def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> P
     decay = None
     if settings is not None:
         torch.manual_seed(seed)
-        module = DECAYS[settings["name"]](setting.heads, **{k: v for k, v in settings.items() if k != "name"})
+        module = make_decay(settings, setting.heads)
         decay = module.to(setting.device).requires_grad_(trains)()
     q, k, v = (x.detach().requires_grad_(trains) for x in (q, k, v))
     return Problem(plan, q, k, v, grad_out, decay)

@@ -32,7 +32,8 @@ from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.files import read_json_object, write_text
 from hf_sparseprior.base.resolved import DecayTensors
-from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.decay import make_decay
+from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
 from tasks.benchmark import commands, gpu_count, gpu_report, timing, window_contenders
 from tasks.benchmark.commands import BATCHES, COPY_BYTES
@@ -122,7 +123,7 @@ def make_plan(support: Any, decay: Any, tokens: int, heads: int | None = None) -
     """The plan of one layer on a square grid; `heads`: how many, by default `HEADS`."""
     side, heads = int(tokens**0.5), heads or HEADS
     prior = resolve_prior({"support": support, "decay": decay or "none"}, heads, (side, side))
-    return AttentionPlan(heads, (side, side), PREFIX, prior["support"], prior["decay"], 0)
+    return AttentionPlan(LayerKey(heads, (side, side)), PREFIX, prior["support"], prior["decay"])
 
 
 def make_inputs(
@@ -133,12 +134,11 @@ def make_inputs(
     return [torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)]
 
 
-def make_decay(plan: AttentionPlan, device: torch.device) -> DecayTensors | None:
+def decay_of(plan: AttentionPlan, device: torch.device) -> DecayTensors | None:
     """The learned scalars of the plan's decay, as a layer has them."""
     if plan.decay is None:
         return None
-    settings = {key: value for key, value in plan.decay.items() if key != "name"}
-    return DECAYS[plan.decay["name"]](plan.num_heads, **settings).to(device)()
+    return make_decay(plan.decay, plan.num_heads).to(device)()
 
 
 def flex_call(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -159,7 +159,7 @@ def window_call(
     prefix = plan.num_prefix_tokens if rival.prefix else 0
     own = [x[:, :, plan.num_prefix_tokens - prefix :] for x in inputs]
     q, k, v = own
-    problem = Problem(AttentionPlan(plan.num_heads, plan.grid, prefix, plan.support, None, 0), q, k, v, q, None)
+    problem = Problem(AttentionPlan(LayerKey(plan.num_heads, plan.grid), prefix, plan.support), q, k, v, q, None)
     if reason := rival.can_run(problem, train):
         raise ValueError(reason)
     return rival.prepare(problem), own
@@ -169,7 +169,7 @@ def contender(name: str, plan: AttentionPlan, inputs: list[Tensor], train: bool)
     """Set-up of one way to compute a layer's attention, forward or forward and backward."""
 
     def set_up() -> Call:
-        decay, given = make_decay(plan, inputs[0].device), inputs
+        decay, given = decay_of(plan, inputs[0].device), inputs
         if name == "flash":
             run: Callable[..., Any] = F.scaled_dot_product_attention
         elif name == "flex":
@@ -306,7 +306,7 @@ def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, fl
     for support, decay in [*settings, ("dense", VIOLIN)]:
         plan = make_plan(support, decay, tokens)
         inputs = make_inputs(2, tokens, dtype, device)
-        scalars = make_decay(plan, device)
+        scalars = decay_of(plan, device)
         found = []
         for backend, wide in (("triton", dtype), ("reference", torch.float64)):
             leaves = [x.detach().to(wide).requires_grad_() for x in inputs]

@@ -70,7 +70,7 @@ def attention_of(case: dict[str, Any], tokens: int, dtype: torch.dtype, heads: i
     plan = gpu.make_plan(case["support"], case.get("decay"), tokens, heads)
     images = case.get("images", 1)
     q, k, v = (x.requires_grad_() for x in gpu.make_inputs(images, tokens, dtype, torch.device("cpu"), heads))
-    decay = gpu.make_decay(plan, torch.device("cpu"))
+    decay = gpu.decay_of(plan, torch.device("cpu"))
     scalars = [x for x in (decay or {}).values() if isinstance(x, torch.Tensor) and x.requires_grad]
     held: list[torch.Tensor] = []
 

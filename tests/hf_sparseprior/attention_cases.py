@@ -23,10 +23,11 @@ from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
 from hf_sparseprior.patterns.supports import (
     MASK_FILLS,
     SUPPORTS,
+    LayerKey,
     has_pairs,
     head_offsets,
     layer_order,
-    layer_pairs,
+    layer_pattern,
     resolve_support,
 )
 
@@ -69,7 +70,7 @@ DECAY_VARIANTS = [None, *product(DECAYS, (True, False), (True, False))]
 
 def make_plan(support, grid, prefix=1, heads=3, decay=None, layer=2):
     resolved = resolve_support(support, heads, grid[0] * grid[1], grid)
-    return AttentionPlan(heads, grid, prefix, resolved, resolve_decay(decay), layer)
+    return AttentionPlan(LayerKey(heads, grid, layer), prefix, resolved, resolve_decay(decay))
 
 
 def make_leaves(grid, prefix, variant=None, *, batch=2, heads=3, width=4, dtype=torch.float64, seed=0):
@@ -174,7 +175,7 @@ def brute_mask(support, heads, grid, prefix, layer=2):
     num_tokens = grid[0] * grid[1]
     offsets = head_offsets(support, num_heads=heads, num_tokens=num_tokens, grid=grid)
     resolved = resolve_support(support, heads, num_tokens, grid)
-    pairs = layer_pairs(resolved, num_heads=heads, num_tokens=num_tokens, layer=layer, grid=grid)
+    pairs = layer_pattern(resolved, LayerKey(heads, grid, layer)).pairs
     total = prefix + num_tokens
     order = support.get("order", "raster")
     masks = []

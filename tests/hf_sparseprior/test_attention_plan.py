@@ -10,7 +10,7 @@ from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.pattern import SUPPORTS, register_support
-from hf_sparseprior.patterns.supports import resolve_support, shared_pattern
+from hf_sparseprior.patterns.supports import LayerKey, resolve_support, shared_pattern
 from tests.hf_sparseprior.attention_cases import CASES, brute_mask, gradients, make_leaves, make_plan
 
 
@@ -93,12 +93,12 @@ def counted_support():
 
 def test_all_layers_of_a_model_have_one_pattern(counted_support):
     resolved = resolve_support("counted", 3, 16)
-    plans = [AttentionPlan(3, (4, 4), 1, resolved, None, layer) for layer in range(4)]
+    plans = [AttentionPlan(LayerKey(3, (4, 4), layer), 1, resolved) for layer in range(4)]
     assert counted_support == [16, 16]  # to resolve, and for the plans
     assert len({plan.pairs[0].tobytes() for plan in plans}) == 4, "what is drawn differs from layer to layer"
-    AttentionPlan(3, (4, 5), 1, resolved, None, 0)
-    AttentionPlan(4, (4, 4), 1, resolved, None, 0)
-    AttentionPlan(3, (4, 4), 1, {**resolved, "mask_fill": "zero"}, None, 0)
+    AttentionPlan(LayerKey(3, (4, 5)), 1, resolved)
+    AttentionPlan(LayerKey(4, (4, 4)), 1, resolved)
+    AttentionPlan(LayerKey(3, (4, 4)), 1, {**resolved, "mask_fill": "zero"})
     assert len(counted_support) == 5, "another grid, number of heads or setting has its own"
     pattern = shared_pattern(resolved, 3, (4, 4))
     assert len(counted_support) == 5
@@ -112,7 +112,7 @@ def test_a_name_that_is_registered_anew_has_a_new_pattern():
     for offset in (1, 2):
         register_support("renewed")(functools.partial(lambda offset, num_heads, num_tokens: [[offset]], offset))
         try:
-            kept.append(AttentionPlan(1, (4, 4), 1, resolve_support("renewed", 1, 16), None, 0))
+            kept.append(AttentionPlan(LayerKey(1, (4, 4)), 1, resolve_support("renewed", 1, 16)))
         finally:
             del SUPPORTS["renewed"]
     assert [plan.offsets for plan in kept] == [[[1]], [[2]]]
@@ -121,7 +121,7 @@ def test_a_name_that_is_registered_anew_has_a_new_pattern():
 @pytest.mark.parametrize("grid", [(4, 4), (2, 2, 4)])
 def test_plans_can_be_pickled_and_copied(counted_support, grid):
     support = resolve_support("counted", 3, 16)
-    plan = AttentionPlan(3, grid, 1, support, None, 1)
+    plan = AttentionPlan(LayerKey(3, grid, 1), 1, support)
     expected = plan_table(plan, "mask", torch.device("cpu"))
     for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         again.tables.clear()

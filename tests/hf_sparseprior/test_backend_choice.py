@@ -13,7 +13,7 @@ from hf_sparseprior.attention.choice import BACKENDS, Backend, Crossover, slower
 from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, triton_device
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
-from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, resolve_support
+from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, LayerKey, resolve_support
 from tests.hf_sparseprior.attention_cases import DECAY_VARIANTS, ON_DIAGONALS, PATTERNS, call, make_leaves, refusal
 
 PYTORCH = [name for name in BACKENDS if name not in ("cpp", "triton", "frames")]
@@ -140,7 +140,7 @@ def test_every_crossover_is_of_a_sparse_path_and_a_dense_one():
         assert 0 < limits.density <= 1 and all(isinstance(own, torch.dtype) for own in dtype)
         if limits.tokens > 1:
             support = resolve_support({"name": "window", "w": 1}, 3, 2)
-            below = AttentionPlan(3, (1, limits.tokens - 1), 0, support, None, 0)
+            below = AttentionPlan(LayerKey(3, (1, limits.tokens - 1)), 0, support)
             request = request_of(below, device_type, *dtype)
             reason = slower_than_dense(BACKENDS[name], request, trains, dense_path)
             assert reason == f"dense is faster below {limits.tokens} patches"
@@ -150,7 +150,7 @@ def test_every_crossover_is_of_a_sparse_path_and_a_dense_one():
 
 def test_small_calls_are_worth_a_smaller_share_of_the_pairs():
     limits = Crossover(1, 0.5, pairs=1000)
-    plan = AttentionPlan(4, (1, 10), 0, resolve_support("dense", 4, 10), None, 0)
+    plan = AttentionPlan(LayerKey(4, (1, 10)), 0, resolve_support("dense", 4, 10))
     # (batch, 4 heads, 10 tokens, width 8): 400 pairs of width 8 in each image are 50 of width 64.
     assert limits.largest_density(request_of(plan, batch=200)) == pytest.approx(0.5 * (1 - 1000 / 10_000))
     assert limits.largest_density(request_of(plan, batch=20)) == 0
@@ -163,7 +163,7 @@ def test_a_graph_for_any_batch_chooses_once(monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_KERNELS", "0")
     limits = {("cpu", False, "sdpa"): Crossover(1, 0.9, pairs=600)}
     monkeypatch.setitem(BACKENDS, "diagonal", dataclasses.replace(BACKENDS["diagonal"], crossovers=limits))
-    plan = AttentionPlan(3, (4, 4), 0, resolve_support({"name": "window", "w": 2}, 3, 16), None, 0)
+    plan = AttentionPlan(LayerKey(3, (4, 4)), 0, resolve_support({"name": "window", "w": 2}, 3, 16))
     small, large = (slower_than_dense(BACKENDS["diagonal"], request_of(plan, batch=b), False, "sdpa") for b in (2, 64))
     assert small == "dense is faster in so small a call" and large is None
     counter = torch._dynamo.testing.CompileCounter()
@@ -181,7 +181,7 @@ def test_a_graph_for_any_batch_chooses_once(monkeypatch):
 
 def test_a_crossover_of_a_dtype_is_its_own():
     support = resolve_support({"name": "window", "w": 120}, 3, 196)  # 85 % of the pairs
-    plan = AttentionPlan(3, (14, 14), 0, support, None, 0)
+    plan = AttentionPlan(LayerKey(3, (14, 14)), 0, support)
     backend = Backend(
         lambda request: None,
         lambda request: (request.q, None),
@@ -197,7 +197,7 @@ def test_a_crossover_of_a_dtype_is_its_own():
 
 def test_triton_is_for_cuda_and_many_patches():
     support = resolve_support("fibottention", 3, 1024)
-    many, few = (request_of(AttentionPlan(3, grid, 1, support, None, 0), "cuda") for grid in ((32, 32), (4, 4)))
+    many, few = (request_of(AttentionPlan(LayerKey(3, grid), 1, support), "cuda") for grid in ((32, 32), (4, 4)))
     assert slower_than_dense(BACKENDS["triton"], many, True, "sdpa") is None
     assert slower_than_dense(BACKENDS["triton"], few, True, "sdpa") == "dense is faster below 400 patches"
     for dtype in (torch.float32, torch.float64):  # the device is said before anything else

@@ -16,6 +16,7 @@ from hf_sparseprior.patterns.decay import (
     decay_mask,
     decay_weights,
     init_values,
+    make_decay,
     offset_distances,
     pair_distances,
     prefix_weights,
@@ -30,7 +31,7 @@ def make(name, num_heads=3, seed=0, **settings):
     torch.manual_seed(seed)
     if "grid" in DECAYS[name].SETTINGS:
         settings.setdefault("grid", [2, 3])
-    return DECAYS[name](num_heads, **settings)
+    return make_decay(resolve_decay({"name": name, **settings}), num_heads)
 
 
 def positions(name, grid, **settings):

@@ -13,7 +13,7 @@ from hf_sparseprior.base.extras import EXTRAS, Extra, register_extra
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.models.modeling_sparseprior_swin import SparsePriorSwinAttention
-from hf_sparseprior.patterns.supports import build_mask, resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, build_mask, resolve_support
 from hf_sparseprior.priors.prior import common_order, resolve_prior
 from tests.hf_sparseprior.attention_cases import assert_near
 
@@ -148,8 +148,8 @@ def test_a_plan_takes_the_order_of_its_support_alone():
     support = resolve_support(HILBERT, 3, 16)
     for layout, grid in (("snake", (4, 4)), ("hilbert", (2, 4, 4))):
         with pytest.raises(ValueError, match=f"layout='{layout}' must be the order of the support"):
-            AttentionPlan(3, grid, 1, support, None, 0, layout=layout)
-    plan = AttentionPlan(3, (4, 4), 1, support, None, 0, layout="hilbert")
+            AttentionPlan(LayerKey(3, grid), 1, support, layout=layout)
+    plan = AttentionPlan(LayerKey(3, (4, 4)), 1, support, layout="hilbert")
     again = AttentionPlan.from_key(plan.key)
     raster = build_mask({**HILBERT, "order": "raster"}, num_heads=3, num_tokens=16, num_prefix_tokens=1)
     assert (plan.build_table("mask") == raster).all() and (again.build_table("mask") == raster).all()

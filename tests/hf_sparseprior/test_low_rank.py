@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
@@ -117,13 +118,13 @@ def test_linformer_on_a_finer_grid_mixes_the_same_places():
 )
 def test_pruning_ratios(mixer, ratio):
     prior = resolve_prior({"mixer": mixer}, 12, (14, 14))
-    assert prior_pruning_ratio(prior, 12, (14, 14), 1, 64) == pytest.approx(ratio)
+    assert prior_pruning_ratio(prior, LayerKey(12, (14, 14)), 1, 64) == pytest.approx(ratio)
     assert resolve_prior(prior, 12, (28, 28)) == prior, "a saved model keeps its sizes on another grid"
 
 
 def test_linformer_of_fibottention_table_2_counts_patches():
     prior = resolve_prior("linformer", 12, (14, 14))
-    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 0, 64):.2f}" == "97.96"
+    assert f"{prior_pruning_ratio(prior, LayerKey(12, (14, 14)), 0, 64):.2f}" == "97.96"
 
 
 @pytest.mark.parametrize("mixer", ["linformer", "efficient", {"name": "efficient", "key_width": 3}])

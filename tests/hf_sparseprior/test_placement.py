@@ -22,7 +22,7 @@ from hf_sparseprior.patterns.decay import (
     resolve_decay,
     transposed_rank,
 )
-from hf_sparseprior.patterns.supports import build_mask, resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, build_mask, resolve_support
 
 GRID, HEADS = (3, 4), 2
 SUPPORTS = {
@@ -112,7 +112,7 @@ def test_adding_m_less_one_is_adding_m(support):
     found = leaves(0)
     decay = {"beta": found["beta"]}
     positions = torch.tensor(DECAYS["violin"].positions({"curves": ["peano", "peano_t"]}, GRID))
-    plan = AttentionPlan(HEADS, GRID, 0, resolve_support(SUPPORTS[support], HEADS, 12), None, 0)
+    plan = AttentionPlan(LayerKey(HEADS, GRID), 0, resolve_support(SUPPORTS[support], HEADS, 12))
     q = found["q"] * found["alpha"].view(-1, 1, 1)
     bias = decay_mask(decay, positions, torch.float64)
     expected, _ = run_plan(AttentionRequest(q, found["k"], found["v"], plan, bias=bias))
@@ -253,7 +253,7 @@ def test_a_fixed_gamma():
 def test_a_learned_order_learns_its_positions():
     decay = make_decay(resolve_decay({"name": "learned_order", "gamma": 0.9}, (2, 3)), 2).double()
     q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plan = AttentionPlan(2, (2, 3), 0, resolve_support("dense", 2, 6), decay.settings, 0)
+    plan = AttentionPlan(LayerKey(2, (2, 3)), 0, resolve_support("dense", 2, 6), decay.settings)
     order = torch.tensor([[[0.3, -1.0, 2.5], [2.0, 7.0, 0.0]]], dtype=torch.float64)
     with torch.no_grad():
         decay.order.copy_(order)

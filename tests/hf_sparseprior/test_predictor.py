@@ -9,7 +9,7 @@ from hf_sparseprior.attention.key_selection import largest
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.decay import PLACEMENTS
-from hf_sparseprior.patterns.supports import resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.predictor import PREDICTORS, TopK
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
@@ -91,7 +91,7 @@ def test_a_decay_elsewhere_leaves_the_other_keys_out(placement):
 
 def test_topk_of_all_keys_is_dense():
     q, k, v = inputs()
-    plan = AttentionPlan(HEADS, GRID, 1, resolve_support(None, HEADS, 12), None, 0)
+    plan = AttentionPlan(LayerKey(HEADS, GRID), 1, resolve_support(None, HEADS, 12))
     dense, _ = run_plan(AttentionRequest(q, k, v, plan), backend="reference")
     for count in (13, 14, 10**6):
         out, _ = run_plan(AttentionRequest(q, k, v, plan, top_k=count))
@@ -134,7 +134,7 @@ def test_topk_of_fibottention_table_2():
     prior = resolve_prior("topk", 12, (14, 14))
     assert TopK(12, 64, None, 98.48).top_k(197) == 3
     assert [TopK(12, 64, None, 98.48).top_k(total) for total in (1, 2, 65)] == [1, 2, 2]
-    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 1, 64):.2f}" == "98.48"
+    assert f"{prior_pruning_ratio(prior, LayerKey(12, (14, 14)), 1, 64):.2f}" == "98.48"
 
 
 @pytest.mark.parametrize("name", PREDICTORS)

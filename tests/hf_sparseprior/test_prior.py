@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
-from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, resolve_support
+from hf_sparseprior.patterns.supports import SUPPORTS, LayerKey, build_mask, resolve_support
 from hf_sparseprior.priors.prior import (
     EXTRAS,
     MIXERS,
@@ -136,13 +136,13 @@ def test_every_name_is_accepted_on_its_own():
 def test_the_pruning_ratio_counts_what_the_mask_leaves_out(support, decay, prefix):
     prior = resolve_prior(joined(support, decay), 4, GRID)
     mask = build_mask(support, num_heads=4, num_tokens=42, num_prefix_tokens=prefix, grid=GRID)
-    assert prior_pruning_ratio(prior, 4, GRID, prefix, 8) == pytest.approx(100 * (1 - mask.mean()), abs=1e-9)
+    assert prior_pruning_ratio(prior, LayerKey(4, GRID), prefix, 8) == pytest.approx(100 * (1 - mask.mean()), abs=1e-9)
 
 
 def test_the_pruning_ratio_of_the_paper():
     prior = resolve_prior({"support": {"name": "fibottention", "w_max": 65}}, 12, (14, 14))
-    assert f"{prior_pruning_ratio(prior, 12, (14, 14), 0, 64):.2f}" == "98.01"  # Fibottention Table 2
-    assert prior_pruning_ratio(resolve_prior(None, 12, (14, 14)), 12, (14, 14), 1, 64) == 0
+    assert f"{prior_pruning_ratio(prior, LayerKey(12, (14, 14)), 0, 64):.2f}" == "98.01"  # Fibottention Table 2
+    assert prior_pruning_ratio(resolve_prior(None, 12, (14, 14)), LayerKey(12, (14, 14)), 1, 64) == 0
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import PLACEMENTS
-from hf_sparseprior.patterns.supports import support_notes
+from hf_sparseprior.patterns.supports import LayerKey, support_notes
 from hf_sparseprior.priors.prior import prior_names, resolve_prior, resolve_stages
 from hf_sparseprior.training.distillation import Teacher
 from hf_sparseprior.training.token_labels import patch_probabilities
@@ -173,7 +173,7 @@ def test_a_support_is_found_everywhere(toy_support, tmp_path, capsys):
     assert config(toy_support).pruning_ratio == pytest.approx(100 * (1 - pairs / HEADS / 13**2))
 
     resolved = resolve_prior({"support": {"name": toy_support, "radius": 9}}, HEADS, GRID)["support"]
-    assert support_notes(resolved, HEADS, GRID, 1) == ["radius=9 reaches beyond the grid"]
+    assert support_notes(resolved, LayerKey(HEADS, GRID), 1) == ["radius=9 reaches beyond the grid"]
     assert main(["explain", toy_support, "--heads", "2", "--grid", "3x4", "--out", str(tmp_path)]) == 0
     assert f"{toy_support} on a 3x4 grid" in capsys.readouterr().out
     assert (tmp_path / f"support_{toy_support}_3x4.png").is_file()

@@ -12,6 +12,7 @@ from hf_sparseprior.attention import compiled_kernels
 from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.attention.key_selection import largest_indices
 from hf_sparseprior.attention.request import listed_mask
+from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
@@ -180,7 +181,7 @@ def test_budgets_of_a_trained_predictor(trained, keep_rate, budget):
     kept = scores.masked_fill(~mask[:, :, 1:, 1:], math.inf).amin(-1)
     left = scores.masked_fill(mask[:, :, 1:, 1:] | (scores == 0), -math.inf).amax(-1)
     assert (kept >= left).all()
-    assert prior_pruning_ratio(other.prior, 2, (14, 14), 1, 16) == pytest.approx(
+    assert prior_pruning_ratio(other.prior, LayerKey(2, (14, 14)), 1, 16) == pytest.approx(
         100 * (1 - (197 + 196 * (1 + budget)) / 197**2)
     )
 
@@ -237,7 +238,7 @@ def test_keep_rate_1_is_dense_bit_for_bit():
     attention = make_attention(keep_rate=1)
     out, _ = attend(attention, q, k, v, GRID, 1)
     assert out.equal(F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5))
-    assert prior_pruning_ratio(attention.prior, HEADS, GRID, 1, WIDTH) == 0
+    assert prior_pruning_ratio(attention.prior, LayerKey(HEADS, GRID), 1, WIDTH) == 0
     assert Sparsifiner.other_multiply_adds(attention.prior["predictor"], HEADS, WIDTH, 12, 1) == 0
 
 

@@ -19,11 +19,11 @@ from hf_sparseprior.patterns.supports import (
     COMMON_SETTINGS,
     MASK_FILLS,
     SUPPORTS,
+    LayerKey,
     build_mask,
     head_offsets,
-    layer_offsets,
     layer_order,
-    layer_pairs,
+    layer_pattern,
     register_support,
     resolve_support,
     support_notes,
@@ -173,10 +173,10 @@ def test_golden_shuffles(layer, rows):
     assert [number + 1 for number in layer_order(12, layer, 0)] == rows
     support = {"name": "fibottention", "w_min": 5, "w_max": 65, "shuffle_seed": 0}
     expected = [GOLDEN[row - 1][2] for row in rows]
-    assert layer_offsets(support, num_heads=12, num_tokens=196, layer=layer) == expected
+    assert layer_pattern(resolve_support(support, 12, 196), LayerKey(12, (14, 14), layer)).offsets == expected
     # Seed 0 is also the default.
     del support["shuffle_seed"]
-    assert layer_offsets(support, num_heads=12, num_tokens=196, layer=layer) == expected
+    assert layer_pattern(resolve_support(support, 12, 196), LayerKey(12, (14, 14), layer)).offsets == expected
 
 
 @pytest.mark.parametrize(
@@ -457,13 +457,13 @@ def test_a_stride_beside_a_window_comes_as_near_as_any(local, ratio):
 
 def test_random_pairs_stay_what_they_are():
     # Saved models have them by their seed alone. Neither a change here nor another numpy may draw others.
-    few = layer_pairs(resolve_support({"name": "bigbird", "seed": 7}, 1, 14), num_heads=1, num_tokens=14, layer=0)[0]
+    few = layer_pattern(resolve_support({"name": "bigbird", "seed": 7}, 1, 14), LayerKey(1, (1, 14))).pairs[0]
     assert few.tolist() == [
         [0, 10], [1, 11], [3, 13], [4, 2], [6, 13], [8, 1], [8, 10],
         [10, 12], [11, 6], [11, 9], [12, 3], [12, 7], [12, 10], [13, 3],
     ]  # fmt: skip
     support = resolve_support({"name": "random", "seed": 7, "pruning_ratio": 40}, 1, 4)
-    assert layer_pairs(support, num_heads=1, num_tokens=4, layer=2)[0].tolist() == [
+    assert layer_pattern(support, LayerKey(1, (1, 4), 2)).pairs[0].tolist() == [
         [0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [1, 3], [2, 0], [2, 2], [2, 3], [3, 2],
     ]  # fmt: skip
 
@@ -506,7 +506,7 @@ def test_random_pairs_are_the_first_that_the_generator_gives(num_tokens, w, part
     free = num_tokens**2 - count_nonzeros(range(min(w, num_tokens - 1) + 1), num_tokens)
     own = {"name": "bigbird", "w": 2 * w, "random_keys": part * free / num_tokens, "seed": seed, "per_head": per_head}
     support = resolve_support(own, 2, num_tokens)
-    drawn = layer_pairs(support, num_heads=2, num_tokens=num_tokens, layer=layer)
+    drawn = layer_pattern(support, LayerKey(2, (1, num_tokens), layer)).pairs
     count = min(free, round(part * free / num_tokens * num_tokens))
     for head, pairs in enumerate(drawn):
         expected = brute_draw(seed, layer, head if per_head else 0, num_tokens, count, range(w + 1))
@@ -518,7 +518,7 @@ def test_random_pairs_are_the_first_that_the_generator_gives(num_tokens, w, part
 def test_random_pairs_of_a_large_grid_are_the_first_that_the_generator_gives(support):
     # So many pairs that some are drawn twice.
     num_tokens, layer = 300, 3
-    pairs = layer_pairs(resolve_support(support, 1, num_tokens), num_heads=1, num_tokens=num_tokens, layer=layer)[0]
+    pairs = layer_pattern(resolve_support(support, 1, num_tokens), LayerKey(1, (1, num_tokens), layer)).pairs[0]
     offsets, count = (range(2), 300) if support == "bigbird" else ((), 1332)
     words, found = np.random.PCG64([0, layer, 0]), {}
     while len(found) < count:
@@ -546,11 +546,13 @@ def test_lists_of_keys_of_grids_whose_pairs_outnumber_int32(num_tokens):
 
 def test_a_pruning_ratio_that_a_window_exceeds_is_noted():
     def notes(ratio):
-        return support_notes(resolve_support({"name": "bigbird", "pruning_ratio": ratio}, 2, 36), 2, (6, 6), 1)
+        return support_notes(
+            resolve_support({"name": "bigbird", "pruning_ratio": ratio}, 2, 36), LayerKey(2, (6, 6)), 1
+        )
 
     assert notes(99) == ["bigbird: pruning_ratio=99 is out of reach on the 6x6 grid; the window alone leaves 91.82 %"]
     assert notes(91) == []
-    assert support_notes(resolve_support("random", 2, 36), 2, (6, 6), 1) == []
+    assert support_notes(resolve_support("random", 2, 36), LayerKey(2, (6, 6)), 1) == []
 
 
 @pytest.mark.parametrize("name", ["random", "bigbird"])
@@ -578,7 +580,7 @@ def test_random_pairs_are_uniform(name, free, ratio):
     support = resolve_support({"name": name, "pruning_ratio": ratio}, 1, 12)
     counts = np.zeros((12, 12))
     for layer in range(layers):
-        pairs = layer_pairs(support, num_heads=1, num_tokens=12, layer=layer)[0]
+        pairs = layer_pattern(support, LayerKey(1, (1, 12), layer)).pairs[0]
         assert len({tuple(pair) for pair in pairs.tolist()}) == len(pairs)
         counts[pairs[:, 0], pairs[:, 1]] += 1
     drawn = counts[counts > 0]
@@ -607,7 +609,7 @@ def test_masks_and_counts_match_brute_force(support, num_heads, grid, prefix, la
         assert all(type(o) is int and 0 <= o < num_tokens for o in own)
         assert all(low < high for low, high in pairwise(own))
     resolved = resolve_support(support, num_heads, num_tokens, grid)
-    pairs = layer_pairs(resolved, num_heads=num_heads, num_tokens=num_tokens, layer=layer, grid=grid)
+    pairs = layer_pattern(resolved, LayerKey(num_heads, grid, layer)).pairs
     others = [None] * num_heads if pairs is None else pairs
     masks = [brute_mask(own, num_tokens, prefix, more) for own, more in zip(offsets, others, strict=True)]
     for own, more, mask in zip(offsets, others, masks, strict=True):
@@ -727,7 +729,7 @@ def test_offsets_of_a_large_model_take_milliseconds():
     for _ in range(7):
         start = time.thread_time()
         for layer in range(24):
-            layer_offsets(support, num_heads=16, num_tokens=4096, layer=layer)
+            layer_pattern(support, LayerKey(16, (64, 64), layer))
         times.append(time.thread_time() - start)
     assert min(times) < 0.05
 
@@ -737,7 +739,7 @@ def test_offsets_of_a_large_model_take_milliseconds():
 
 def test_notes_name_clipped_windows():
     support = resolve_support({"name": "fibottention", "w_min": 60, "w_max": 196}, 2, 49)
-    notes = support_notes(support, 2, (7, 7), 1)
+    notes = support_notes(support, LayerKey(2, (7, 7)), 1)
     assert any("w_min=60" in note and "49 patch tokens of the 7x7 grid" in note for note in notes)
     assert any("w_max=196" in note and "49 patch tokens" in note for note in notes)
 
@@ -745,13 +747,13 @@ def test_notes_name_clipped_windows():
 @pytest.mark.parametrize(("prefix", "partner"), [(0, "themselves"), (1, "prefix tokens")])
 def test_notes_name_heads_without_offsets_once(prefix, partner):
     support = resolve_support({"name": "fibottention", "w_min": 3, "w_max": 3}, 4, 49)
-    (note,) = support_notes(support, 4, (7, 7), prefix)
+    (note,) = support_notes(support, LayerKey(4, (7, 7)), prefix)
     assert "2, 3, 4 of 4" in note and partner in note
 
 
 def test_no_notes_where_all_is_well():
-    assert support_notes(resolve_support("fibottention", 12, 196), 12, (14, 14), 1) == []
-    assert support_notes(resolve_support("dense", 12, 196), 12, (14, 14), 1) == []
+    assert support_notes(resolve_support("fibottention", 12, 196), LayerKey(12, (14, 14)), 1) == []
+    assert support_notes(resolve_support("dense", 12, 196), LayerKey(12, (14, 14)), 1) == []
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,14 @@ from hf_sparseprior.base.resolved import TIMES
 from hf_sparseprior.patterns.curves import CLIP_CURVES, CURVES, curve_rank, register_curve
 from hf_sparseprior.patterns.decay import DECAYS, Decay, make_decay, register_decay, resolve_decay
 from hf_sparseprior.patterns.radial import radial_count, radial_pairs
-from hf_sparseprior.patterns.supports import build_mask, head_offsets, own_grid, resolve_support, support_notes
+from hf_sparseprior.patterns.supports import (
+    LayerKey,
+    build_mask,
+    head_offsets,
+    own_grid,
+    resolve_support,
+    support_notes,
+)
 from hf_sparseprior.priors.prior import parse_prior, prior_name, resolve_prior
 
 HEADS, GRID = 3, (4, 3, 5)
@@ -211,7 +218,7 @@ def test_a_plan_is_made_again_from_its_key():
     for time in TIMES:
         decay = resolve_decay("violin", own_grid(GRID, time))
         support = resolve_support(SUPPORTS["fibottention"], HEADS, int(np.prod(own_grid(GRID, time))))
-        plan = AttentionPlan(HEADS, GRID, 1, support, decay, 1, time=time)
+        plan = AttentionPlan(LayerKey(HEADS, GRID, 1, time=time), 1, support, decay)
         again = AttentionPlan.from_key(plan.key)
         for table in ("mask", "positions", "keys"):
             assert plan_table(plan, table, torch.device("cpu")).equal(plan_table(again, table, torch.device("cpu")))
@@ -220,7 +227,7 @@ def test_a_plan_is_made_again_from_its_key():
 def test_pairs_along_axes_take_no_table_of_all_pairs():
     support = resolve_support({"name": "fibottention", "w_min": 5, "w_max": 65}, 4, 196, (14, 14))
     tracemalloc.start()
-    plan = AttentionPlan(4, (48, 14, 14), 1, support, None, 0, time="axes")
+    plan = AttentionPlan(LayerKey(4, (48, 14, 14), time="axes"), 1, support)
     assert plan.build_table("keys").shape[:2] == (4, 9408)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -234,9 +241,9 @@ def test_what_is_made_of_one_frame_is_that_of_all(name, prefix):
     lonely = {"name": "fibottention", "w_min": 8, "w_max": 9}
     for spec in (SUPPORTS[name], lonely):
         support = resolve_support(spec, HEADS, 15, GRID[1:])
-        plan = AttentionPlan(HEADS, GRID, prefix, support, None, 1)
+        plan = AttentionPlan(LayerKey(HEADS, GRID, 1), prefix, support)
         mask = plan.build_table("mask")
-        assert plan.of_frame is not None and plan.density == pytest.approx(mask.mean(), rel=1e-12)
+        assert plan.repeats_frame and plan.density == pytest.approx(mask.mean(), rel=1e-12)
         lists = plan.build_table("keys")
         expected = [[np.flatnonzero(row).tolist() for row in own[prefix:]] for own in mask]
         assert [[row[row >= 0].tolist() for row in own] for own in lists] == expected
@@ -286,7 +293,7 @@ def test_one_frame_of_a_long_clip_is_listed():
     config = {"name": "fibottention", "w_min": 5, "w_max": 65}
     support = resolve_support(config, 12, 196, (14, 14))
     tracemalloc.start()
-    plan = AttentionPlan(12, (96, 14, 14), 1, support, None, 0)
+    plan = AttentionPlan(LayerKey(12, (96, 14, 14)), 1, support)
     q = torch.zeros(1, 12, 18817, 1)
     assert choose_backend(AttentionRequest(q, q, q, plan)) == "frames"
     rows = plan.build_table("frame_keys")
@@ -298,13 +305,13 @@ def test_one_frame_of_a_long_clip_is_listed():
 
 def test_what_would_not_fit_is_refused_with_its_size(monkeypatch):
     support = resolve_support({"name": "fibottention", "w_min": 5, "w_max": 65}, 12, 196, (14, 14))
-    plan = AttentionPlan(12, (96, 14, 14), 1, support, None, 0)
+    plan = AttentionPlan(LayerKey(12, (96, 14, 14)), 1, support)
     refused = "GiB in each layer .offsets with time='clip' need none.: [0-9]+ bytes must be at most 1073741824; the env"
     with pytest.raises(ValueError, match=f"^a mask of all pairs over 96x14x14 patches would take 3.96 {refused}"):
         plan.build_table("mask")
     with pytest.raises(ValueError, match=f"lists of up to [0-9]+ pairs a head take 1.[0-9]+ {refused}"):
         plan.pairs  # noqa: B018
-    longer = AttentionPlan(12, (160, 14, 14), 1, support, None, 0)
+    longer = AttentionPlan(LayerKey(12, (160, 14, 14)), 1, support)
     with pytest.raises(ValueError, match=f"lists of the keys of 31360 patches would take 1.[0-9]+ {refused}"):
         longer.build_table("keys")
     with pytest.raises(
@@ -323,7 +330,7 @@ def test_a_decay_counts_in_what_would_not_fit(monkeypatch):
     support = resolve_support(SUPPORTS["fibottention"], HEADS, 15, GRID[1:])
     q, k, v = (tensor.float() for tensor in inputs(TOKENS))
     made = make_decay(resolve_decay(DECAY_SPECS["violin"], GRID[1:]), HEADS)
-    plan = AttentionPlan(HEADS, GRID, 0, support, made.settings, 1)
+    plan = AttentionPlan(LayerKey(HEADS, GRID, 1), 0, support, made.settings)
     request = AttentionRequest(q, k, v, plan, made())
     monkeypatch.setattr("hf_sparseprior.attention.gather.LONGEST", 7 * plan.list_bytes)
     assert "would take 0.00 GiB" in BACKENDS["gather"].can_run(request)  # 8 times the lists, of 3 curves
@@ -391,8 +398,11 @@ def test_radial_attention_needs_no_word_about_time():
         with pytest.raises(ValueError, match="decay_factor="):
             resolve_prior({"support": {"name": "radial", "decay_factor": value}}, HEADS, GRID)
     image = resolve_support("radial", HEADS, 15, (3, 5))
-    assert any("is a single frame, in which all pairs are kept" in note for note in support_notes(image, 3, (3, 5), 1))
-    assert not support_notes(image, 3, GRID, 1, "clip")
+    assert any(
+        "is a single frame, in which all pairs are kept" in note
+        for note in support_notes(image, LayerKey(3, (3, 5)), 1)
+    )
+    assert not support_notes(image, LayerKey(3, GRID, time="clip"), 1)
 
 
 # ---- priors ---------------------------------------------------------------------------------------------------------
@@ -473,7 +483,7 @@ def test_what_knows_two_dimensions_alone_says_so():
             assert resolve_prior({**prior, "time": "axes"}, HEADS, GRID)["time"] == "axes"
         for time in ("frame", "axes"):
             plan = AttentionPlan(
-                HEADS, GRID, 0, resolve_support(None, HEADS, 15), resolve_decay("toy_columns"), 0, time=time
+                LayerKey(HEADS, GRID, time=time), 0, resolve_support(None, HEADS, 15), resolve_decay("toy_columns")
             )
             assert plan.build_table("positions").shape == (1, 1 + (time == "axes"), TOKENS)
     finally:
@@ -483,6 +493,6 @@ def test_what_knows_two_dimensions_alone_says_so():
 
 def test_notes_name_heads_that_see_no_other_frame():
     support = resolve_support({"name": "fibottention", "w_min": 2, "w_max": 9}, HEADS, 15, (3, 5))
-    notes = support_notes(support, HEADS, GRID, 1, "axes")
+    notes = support_notes(support, LayerKey(HEADS, GRID, time="axes"), 1)
     assert any("supports 2, 3 of 3 have no offset below the 4 frames" in note for note in notes)
-    assert not any("frames" in note for note in support_notes(support, HEADS, GRID, 1, "frame"))
+    assert not any("frames" in note for note in support_notes(support, LayerKey(HEADS, GRID), 1))

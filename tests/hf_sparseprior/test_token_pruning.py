@@ -19,7 +19,7 @@ from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.patterns.curves import curve_rank
-from hf_sparseprior.patterns.supports import build_mask
+from hf_sparseprior.patterns.supports import LayerKey, build_mask
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import pruning_of, resolve_prior
 from hf_sparseprior.priors.token_pruning import DynamicViT, EViT, TokenPruning, split_by_score
@@ -349,7 +349,7 @@ def test_dropped_keys_have_a_gradient():
     kept = torch.ones(3, 32, dtype=torch.float64)
     kept[:, 5:9] = 0.0
     kept.requires_grad_()
-    plan = AttentionPlan(4, GRID, 2, resolve_prior("dense", 4, GRID)["support"], None, 0)
+    plan = AttentionPlan(LayerKey(4, GRID), 2, resolve_prior("dense", 4, GRID)["support"])
     out, _ = run_plan(AttentionRequest(q, k, v, plan, keep_mask=kept))
     (gradient,) = torch.autograd.grad(out.square().sum(), kept)
     assert (gradient[:, 5:9].abs() > 1e-6).all()
@@ -360,7 +360,7 @@ def test_dropped_keys_have_a_gradient():
 
 def test_what_run_plan_cannot_do_with_rows_and_dropped_keys():
     q, k, v = qkv(30)
-    plan = AttentionPlan(4, GRID, 2, resolve_prior("dense", 4, GRID)["support"], None, 0)
+    plan = AttentionPlan(LayerKey(4, GRID), 2, resolve_prior("dense", 4, GRID)["support"])
     with pytest.raises(ValueError, match="weight_rows=3 must be between 1 and the 2 prefix tokens"):
         run_plan(AttentionRequest(q, k, v, plan, need_weights=True, weight_rows=3))
     with pytest.raises(ValueError, match="weight_rows=1 cannot be used with a bias or with dropped keys"):

@@ -1,6 +1,5 @@
 """A support in two dimensions, a decay and a family of two stages, each registered in one place."""
 
-import math
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,8 +14,7 @@ from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTCo
 from hf_sparseprior.models.modeling_sparseprior_vit import SparsePriorViTEmbeddings, SparsePriorViTPreTrainedModel
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import DECAYS, Decay, register_decay
-from hf_sparseprior.patterns.masks import attended_pairs
-from hf_sparseprior.patterns.supports import SUPPORTS, Pattern, register_support, support_pattern
+from hf_sparseprior.patterns.supports import SUPPORTS, LayerKey, Pattern, layer_pattern, register_support
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import Stage, resolve_stages
 
@@ -150,9 +148,8 @@ def count_two_stages(config, image_size, prior, convention, num_prefix_tokens):
     width, counts = config.hidden_size // config.num_attention_heads, []
     priors = config.stage_priors if prior is None else resolve_stages(prior, config.stages)
     for own, stage in zip(priors, config.stages, strict=True):
-        num_tokens = math.prod(stage.grid)
-        pattern = support_pattern(own["support"], num_heads=stage.num_heads, num_tokens=num_tokens, grid=stage.grid)
-        counts.append(attended_pairs(pattern.offsets, num_tokens, 0, pattern.layer_pairs(0)))
+        pattern = layer_pattern(own["support"], LayerKey(stage.num_heads, stage.grid))
+        counts.append(pattern.attended_pairs())
     layers = [attention_parts(pairs, width, convention) for pairs in counts]
     sizes = {"image_size": (16, 16), "grid": config.grid, "tokens": "patches", "num_prefix_tokens": 0}
     return ModelFlops(

@@ -58,7 +58,7 @@ def test_a_clip_is_explained_and_drawn_over_time(time, capsys, tmp_path):
 @pytest.mark.parametrize("prior", ["fibottention", "window", "bigbird"])
 def test_a_long_clip_is_counted_in_one_frame(prior, capsys, monkeypatch):
     """Its pairs are never listed, and their number is that of the same model's FLOPs."""
-    monkeypatch.setattr(explain, "seen_pairs", None)
+    monkeypatch.setattr(explain.LayerPattern, "listed", None)
     assert main(["explain", prior, "--heads", "4", "--grid", "96x28x28", "--no-picture"]) == 0
     text = capsys.readouterr().out
     sizes = {"num_heads": 4, "num_tokens": 784, "grid": (28, 28)}

@@ -20,11 +20,12 @@ from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
 from hf_sparseprior.patterns.masks import attended_pairs
 from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import (
+    DENSE,
     SUPPORTS,
+    LayerKey,
     build_mask,
     head_offsets,
-    layer_offsets,
-    layer_pairs,
+    layer_pattern,
     resolve_support,
 )
 from tasks.analysis.paper_numbers import (
@@ -75,11 +76,11 @@ def test_pairs_equal_the_mask_on_random_grids(settings, prefix):
         support = resolve_support(settings, heads, tokens, (height, width))
         sizes = {"num_heads": heads, "num_tokens": tokens, "grid": (height, width)}
         mask = build_mask(support, **sizes, num_prefix_tokens=prefix, layer=layer)
-        shuffled = layer_offsets(support, **sizes, layer=layer)
+        pattern = layer_pattern(support, LayerKey(heads, (height, width), layer))
         in_order = head_offsets(support, **sizes)
-        pairs = layer_pairs(support, **sizes, layer=layer)
-        counted = attended_pairs(shuffled, tokens, prefix, pairs)
-        assert counted == attended_pairs(in_order, tokens, prefix, pairs) == mask.sum()
+        counted = pattern.attended_pairs(prefix)
+        assert counted == attended_pairs(in_order, tokens, prefix, pattern.pairs) == mask.sum()
+        assert counted == sum(pattern.nonzeros(head, prefix) for head in range(heads))
 
 
 @pytest.mark.parametrize("prefix", range(4))
@@ -98,19 +99,18 @@ def test_the_cost_of_counting_does_not_grow_with_the_tokens():
 @pytest.mark.parametrize("prefix", range(4))
 def test_flops_equal_a_count_of_the_mask(support, prefix):
     sizes = {"num_heads": 4, "num_tokens": 30, "grid": (5, 6)}
-    offsets = head_offsets(support, **sizes)
-    others = layer_pairs(resolve_support(support, 4, 30, (5, 6)), **sizes, layer=0)
+    pattern = layer_pattern(resolve_support(support, 4, 30, (5, 6)), LayerKey(4, (5, 6)))
     pairs = build_mask(support, **sizes, num_prefix_tokens=prefix).sum()
     for name, per_pair in (("multiply_adds", 2 * 8), ("torch", 4 * 8), ("torch_and_softmax", 4 * 8 + 5)):
-        counted = attention_flops(offsets, 30, prefix, head_dim=8, num_layers=2, convention=name, pairs=others)
+        counted = attention_flops(pattern, prefix, head_dim=8, num_layers=2, convention=name)
         assert counted == 2 * per_pair * pairs
 
 
 def test_dense_flops_of_vit_b():
     assert dense_attention_flops(12, 197, 64, 12) == 2 * 12 * 197**2 * 768
-    dense = head_offsets("dense", num_heads=12, num_tokens=196)
+    dense = layer_pattern(DENSE, LayerKey(12, (14, 14)))
     for convention in CONVENTIONS:
-        one_by_one = attention_flops(dense, 196, 1, 64, 12, convention)
+        one_by_one = attention_flops(dense, 1, 64, 12, convention)
         assert dense_attention_flops(12, 197, 64, 12, convention) == one_by_one
 
 
@@ -220,8 +220,9 @@ def test_counted_without_prefix_tokens():
 @pytest.mark.parametrize("prefix", range(3))
 def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
     sizes = {"num_heads": 3, "num_tokens": 20, "grid": (4, 5)}
-    offsets = head_offsets(support, **sizes)
-    pairs = layer_pairs(resolve_support(support, 3, 20, (4, 5)), **sizes, layer=0)
+    in_order = resolve_support({"name": support, "shuffle_seed": None}, 3, 20, (4, 5))
+    pattern = layer_pattern(in_order, LayerKey(3, (4, 5)))
+    offsets, pairs = pattern.offsets, pattern.pairs
     mask = build_mask(support, **sizes, num_prefix_tokens=prefix, shuffle_seed=None)
     # M is not computed for a patch that attends to itself because it has no partner.
     lonely = sum(mask[head].diagonal().sum() for head in range(3) if 0 not in offsets[head]) if not prefix else 0
@@ -231,9 +232,9 @@ def test_decay_operations_equal_a_count_of_the_mask(name, support, prefix):
     for learn_alpha, learn_prefix in itertools.product((True, False), repeat=2):
         decay = resolve_decay({"name": name, "learn_alpha": learn_alpha, "learn_prefix": learn_prefix})
         curves = len(decay.get("curves", [name])) * (1 + decay.get("with_transpose", False))
-        counted = decay_operations(decay, offsets, (4, 5), prefix, num_layers=2, pairs=pairs)
+        counted = decay_operations(decay, pattern, prefix)
         applied = patches + learn_prefix * (mask.sum() - mask[:, prefix:, prefix:].sum()) + learn_alpha * mask.sum()
-        assert counted == {"build": 2 * 3 * curves * patches, "apply": 2 * applied}
+        assert counted == {"build": 3 * curves * patches, "apply": applied}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import build, diagonal_cpu
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.supports import resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 
@@ -132,7 +132,7 @@ class Kernels:
         heads, device = leaves["q"].shape[1], leaves["q"].device
         scalars = {name: leaf for name, leaf in wide.items() if name not in "qkv"}
         resolved, settings = resolve_support(support, heads, grid[0] * grid[1]), dict(DECAYS[decay].SETTINGS)
-        plan = AttentionPlan(heads, grid, prefix, resolved, {"name": decay, **settings}, 1)
+        plan = AttentionPlan(LayerKey(heads, grid, 1), prefix, resolved, {"name": decay, **settings})
         if plan.offsets is not None:
             sizes = sizes * plan_table(plan, "mask", device)
         spec = {"name": decay, **settings, **scalars}

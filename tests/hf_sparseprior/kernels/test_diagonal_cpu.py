@@ -12,7 +12,7 @@ import torch
 
 from hf_sparseprior.attention import functional as ops
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, has_pairs, layer_offsets, resolve_support
+from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, LayerKey, has_pairs, layer_pattern, resolve_support
 
 GRIDS = [(1, 1), (1, 2), (2, 3), (4, 4), (7, 5), (14, 14)]
 PATTERNS = [name for name in SUPPORTS if name != "dense" and not has_pairs(name)]
@@ -95,7 +95,7 @@ def test_offsets_further_apart_than_a_piece(cpp, prefix, mask_fill, decay):
     """The rows that a piece needs lie in ranges that do not touch."""
     grid = (18, 50)
     support = {"name": "fibottention", "w_min": 900, "w_max": 900, "mask_fill": mask_fill}
-    offsets = layer_offsets(resolve_support(support, 2, 900), num_heads=2, num_tokens=900, layer=1)
+    offsets = layer_pattern(resolve_support(support, 2, 900), LayerKey(2, (30, 30), 1)).offsets
     assert max(b - a for own in offsets for a, b in itertools.pairwise(own)) > 256
     for width, dtype in ((4, torch.float32), (16, torch.float32), (32, torch.bfloat16)):  # packed, in place twice
         cpp.check(cpp.make(grid, prefix, width=width, decay=decay, dtype=dtype), support, decay, grid, prefix)

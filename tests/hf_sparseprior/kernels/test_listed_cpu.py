@@ -11,7 +11,7 @@ from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import listed_cpu
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.supports import resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 
 GRIDS = [(1, 1), (1, 2), (3, 5), (4, 4), (1, 17), (3, 11), (7, 9)]
 SUPPORTS = {
@@ -69,7 +69,7 @@ def test_lists_of_each_image(cpp, decay, prefix):
     leaves = cpp.make((4, 5), prefix, decay=decay, batch=3, heads=2, width=16)
     keys = lists_of(3, 2, 20, prefix)
     settings = None if decay is None else {"name": decay, **DECAYS[decay].SETTINGS}
-    plan = AttentionPlan(2, (4, 5), prefix, resolve_support(None, 2, 20), settings, 0)
+    plan = AttentionPlan(LayerKey(2, (4, 5)), prefix, resolve_support(None, 2, 20), settings)
 
     def results(backend, dtype):
         own = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in leaves.items()}

@@ -7,7 +7,7 @@ from hf_sparseprior.attention.functional import attention, run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.supports import MASK_FILLS, resolve_support
+from hf_sparseprior.patterns.supports import MASK_FILLS, LayerKey, resolve_support
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 
@@ -113,7 +113,7 @@ def test_lists_of_each_image(cpp, decay, prefix):
     values = cpp.make((3, 3), prefix, decay=decay, batch=2, width=6)
     keys = torch.tensor([[0, prefix + 2, prefix + 5, -1], [prefix + 1, prefix + 8, -1, -1]] * 9).view(2, 1, 9, 4)
     keys = torch.cat([keys, keys.flip(2)], 1)
-    plan = AttentionPlan(2, (3, 3), prefix, resolve_support(None, 2, 9), settings, 0)
+    plan = AttentionPlan(LayerKey(2, (3, 3)), prefix, resolve_support(None, 2, 9), settings)
 
     def found(dtype, backend):
         own = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in values.items()}

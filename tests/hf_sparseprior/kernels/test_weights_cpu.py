@@ -8,6 +8,7 @@ import torch
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.kernels import diagonal_cpu, weights_cpu
 from hf_sparseprior.kernels.calling import call, records
+from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
 
 NAMES = ("positions_in_order", "signed_offsets", "offset_counts", "pair_begin")
@@ -21,13 +22,13 @@ def kernels_are_there():
 
 def make_plan(grid, support, decay, heads=3):
     prior = resolve_prior({"support": support, "decay": decay}, heads, grid)
-    return AttentionPlan(heads, grid, 1, prior["support"], prior["decay"], 2)
+    return AttentionPlan(LayerKey(heads, grid, 2), 1, prior["support"], prior["decay"])
 
 
 PLANS = {
     "violin": lambda: make_plan((7, 9), "fibottention", "violin"),
     "manhattan": lambda: make_plan((6, 6), {"name": "fibottention", "modified": True}, "manhattan"),
-    "two_axes": lambda: AttentionPlan(2, (3, 4, 5), 0, *two_axes(), 0, time="clip"),
+    "two_axes": lambda: AttentionPlan(LayerKey(2, (3, 4, 5), time="clip"), 0, *two_axes()),
     "orders": lambda: make_plan((6, 8), {"name": "fibottention", "order": ["hilbert", "z", "snake_t"]}, "violin"),
     "fewer_than_a_vector": lambda: make_plan((2, 5), {"name": "fibottention", "w_min": 5}, "violin"),
 }

@@ -124,7 +124,7 @@ def test_bad_settings_are_refused(settings, message):
 
 def test_a_window_wider_than_the_grid_is_noted(caplog):
     config = sp.SparsePriorViTConfig(image_size=(32, 96), patch_size=16, prior="neighborhood")
-    notes = sp.supports.support_notes(config.prior["support"], 12, (2, 6), 1)
+    notes = sp.supports.support_notes(config.prior["support"], sp.supports.LayerKey(12, (2, 6)), 1)
     assert notes == ["neighborhood: some windows are wider than the grid's rows (2) and columns (6)"]
     assert config.prior["support"] == {
         **{"name": "neighborhood", "window": [7, 7], "dilation": [1, 1], "edges": "shift"},

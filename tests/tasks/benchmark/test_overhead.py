@@ -6,6 +6,7 @@ import time
 import pytest
 
 from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.patterns.supports import LayerKey
 from tasks.benchmark import overhead
 from tasks.benchmark.overhead import main, timed_plans
 
@@ -34,7 +35,7 @@ def test_only_plans_and_tables_count(monkeypatch):
     with timed_plans() as spent:
         time.sleep(0.05)
         support = {"name": "fibottention", "w_min": 2, "w_max": 4, "modified": False, "sequence": {"name": "wythoff"}}
-        plan = AttentionPlan(2, (4, 4), 0, {**support, "shuffle_seed": None, "mask_fill": "neg_inf"}, None, 0)
+        plan = AttentionPlan(LayerKey(2, (4, 4)), 0, {**support, "shuffle_seed": None, "mask_fill": "neg_inf"})
         assert spent[0] < 0.02
         plan.build_table("signed_offsets")
     assert 0.02 <= spent[0] < 0.05
