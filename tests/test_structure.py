@@ -160,3 +160,35 @@ def test_files_and_functions_of_the_library_are_short(name):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert {function: lines for function, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
+
+
+MOST_PARAMETERS = 8
+# The signature of a call of everything at once; and those of the kernels, which saved models call.
+MANY_PARAMETERS = {"hf_sparseprior.attention.functional.attention"}
+
+
+def public_signatures(name):
+    """Public functions and methods of a file, and how many parameters each has besides self and cls."""
+    for scope in ast.walk(ast.parse(LIBRARY[name].read_text())):
+        if not isinstance(scope, (ast.Module, ast.ClassDef)):
+            continue
+        for node in scope.body:
+            if isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name == "__init__"):
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                where = ".".join([name, *([scope.name] if isinstance(scope, ast.ClassDef) else []), node.name])
+                yield where, sum(argument.arg not in ("self", "cls") for argument in given)
+
+
+def is_prescribed(where):
+    """Whether transformers decides what a function takes: the forward of a model."""
+    return ".modeling_" in where and where.endswith("ForImageClassification.forward")
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARY if not name.startswith("hf_sparseprior.kernels.")])
+def test_public_signatures_are_short(name):
+    long = {
+        where: count
+        for where, count in public_signatures(name)
+        if count > MOST_PARAMETERS and where not in MANY_PARAMETERS and not is_prescribed(where)
+    }
+    assert not long

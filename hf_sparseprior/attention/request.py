@@ -6,6 +6,7 @@ which may be another than D, that of queries and keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,34 @@ from torch.nn import functional as F
 
 from hf_sparseprior.attention.plain_operations import plain
 from hf_sparseprior.attention.plan import AttentionPlan, decay_positions, plan_table
+from hf_sparseprior.attention.rotary import Rotation
 from hf_sparseprior.base.resolved import DecayTensors
 from hf_sparseprior.patterns.decay import decay_weights, prefix_weights
 from hf_sparseprior.patterns.masks import check_bytes
+from hf_sparseprior.patterns.token_order import RASTER
+
+
+class CallOptions(NamedTuple):
+    """What a forward of a model asks of the attention layers that it goes through.
+
+    output_attentions: also return the attention weights. weight_rows: of them only those of the first tokens.
+    backend: "auto", or one of `BACKENDS` by name.
+    bias, token_ids, keep_mask: as in `AttentionRequest`.
+    layout: the order in which the patches come, as in `AttentionPlan`.
+    rotations: rotary positions of the tokens of each grid, in their order; not with a mixer.
+    """
+
+    output_attentions: bool = False
+    weight_rows: int | None = None
+    backend: str = "auto"
+    bias: Tensor | None = None
+    token_ids: Tensor | None = None
+    keep_mask: Tensor | None = None
+    layout: str = RASTER
+    rotations: Sequence[Rotation] | None = None
+
+
+DEFAULT_OPTIONS = CallOptions()
 
 
 # A named tuple, not a dataclass: it is made and changed in a third of the time, and dynamo traces `_replace`.

@@ -31,9 +31,8 @@ class LayerSizes(NamedTuple):
     """Sizes of a transformer layer.
 
     width: of the tokens. num_supports: heads for which the prior has a support. heads: which of them the layer has.
-    head_width: of each head's queries and keys, in most families of its values too. scale_width: logits are divided by
-    its root; that of a head before compression.
-    mlp_width: between the MLP's layers.
+    head_width: of each head's queries and keys. scale_width: logits are divided by its root; that of a head before
+    compression. mlp_width: between the MLP's layers. value_width: of each head's values, if it is another.
     """
 
     width: int
@@ -42,6 +41,7 @@ class LayerSizes(NamedTuple):
     head_width: int
     scale_width: int
     mlp_width: int
+    value_width: int | None = None
 
     @property
     def attention_width(self) -> int:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.extras import PriorModule
 from hf_sparseprior.base.loading import check_source, load_pretrained, without_code
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.models.blocks import LayerScale
 from hf_sparseprior.patterns.decay import Decay
+from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.saving.folder import complete_folder
 
 
@@ -127,6 +129,13 @@ class BasePreTrainedModel(PreTrainedModel):
         if not getattr(self, "_hf_peft_config_loaded", False):
             complete_folder(working_dir, self.config)
         return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+
+def call_options(config: BaseConfig, output_attentions: bool, layout: str = RASTER) -> CallOptions:
+    """What a forward asks of the attention layers."""
+    # attn_implementation="eager" is transformers' word for the written-out form.
+    backend = "reference" if config._attn_implementation == "eager" else "auto"
+    return CallOptions(output_attentions, backend=backend, layout=layout)
 
 
 def output_options(

@@ -19,16 +19,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
-from hf_sparseprior.attention.request import from_layout, to_layout, weights_from_layout
+from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, from_layout, to_layout, weights_from_layout
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import HEADS, WIDTH, UnitAxes
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
-from hf_sparseprior.models.base_model import BasePreTrainedModel, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
 from hf_sparseprior.models.blocks import MLP, DropPath, patch_grid, resized_positions
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
 from hf_sparseprior.patterns.token_order import RASTER
-from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 
 
 class SparsePriorConvitEmbeddings(nn.Module):
@@ -86,7 +86,7 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
             config.num_attention_heads,
             config.stage_priors[0],
             layer_idx=layer_idx,
-            qkv_bias=config.qkv_bias,
+            biases=Biases(*[config.qkv_bias] * 3),
             attention_dropout=config.attention_probs_dropout_prob,
             sizes=config.layers[layer_idx],
         )
@@ -138,8 +138,7 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
         hidden_states: Tensor,
         grid: tuple[int, int],
         num_prefix_tokens: int = 0,
-        output_attentions: bool = False,
-        backend: str = "auto",
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention of the patches.
 
@@ -147,8 +146,8 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
             hidden_states: (B, N, C).
             grid: (height, width) of the patches.
             num_prefix_tokens: 0.
-            output_attentions: also return the attention weights.
-            backend: "reference" writes the weights out, as is also done where they are returned or have dropout.
+            options: backend "reference" writes the weights out, as is also done where they are returned or have
+                dropout.
 
         Returns:
             (B, N, C), and the weights (B, H, N, N) or None.
@@ -160,7 +159,7 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
         )
         dropout = self.attention_dropout if self.training else 0.0
         weights = None
-        if backend == "reference" or output_attentions or dropout:
+        if options.backend == "reference" or options.output_attentions or dropout:
             weights = F.dropout(self.written_out(q, k, plan), dropout)
             out = (weights @ v.to(weights.dtype)).to(v.dtype)
         else:
@@ -169,7 +168,7 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
                 q, k, v, scale=self.logit_scale
             ) + gate * self.moved_values(v, plan)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
-        return out, weights.to(q.dtype) if weights is not None and output_attentions else None
+        return out, weights.to(q.dtype) if weights is not None and options.output_attentions else None
 
 
 class SparsePriorConvitLayer(GradientCheckpointingLayer):
@@ -190,7 +189,7 @@ class SparsePriorConvitLayer(GradientCheckpointingLayer):
                 config.num_attention_heads,
                 prior,
                 layer_idx=layer_idx,
-                qkv_bias=config.qkv_bias,
+                biases=Biases(*[config.qkv_bias] * 3),
                 attention_dropout=config.attention_probs_dropout_prob,
                 sizes=config.layers[layer_idx],
             )
@@ -204,18 +203,14 @@ class SparsePriorConvitLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         grid: tuple[int, int],
         num_prefix_tokens: int,
-        output_attentions: bool = False,
-        layout: str = RASTER,
+        options: CallOptions = DEFAULT_OPTIONS,
     ) -> tuple[Tensor, Tensor | None]:
         """The tokens (B, T, C) after the block, and the attention weights (B, H, T, T) if they are wanted.
 
-        `layout`: the order in which the patches come, as in `AttentionPlan`; raster order to a gated layer.
+        To a gated layer the patches come in raster order.
         """
-        # attn_implementation="eager" is transformers' word for the written-out form.
-        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
         tokens = self.layernorm_before(hidden_states)
-        others = {} if layout == RASTER else {"layout": layout}
-        out, weights = self.attention(tokens, grid, num_prefix_tokens, output_attentions, backend, **others)
+        out, weights = self.attention(tokens, grid, num_prefix_tokens, options)
         hidden_states = hidden_states + self.drop_path(self.dropout(out))
         out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
         return hidden_states + self.drop_path(self.dropout(out)), weights
@@ -288,15 +283,16 @@ class SparsePriorConvitModel(SparsePriorConvitPreTrainedModel):
         class_tokens, hidden_states = tokens[:, :1], tokens[:, 1:]
         states: list[Tensor] = [hidden_states]
         attentions: list[Tensor] = []
-        layout, plan = RASTER, None
+        options, plan = call_options(self.config, output_attentions), None
         for index, layer in enumerate(self.layers):
             if index == self.config.num_local_layers:
                 hidden_states = torch.cat([class_tokens, hidden_states], 1)
                 if (layout := self.config.layout) != RASTER:
+                    options = options._replace(layout=layout)
                     plan = layer.attention.plan(grid, 1, layout=layout)  # type: ignore[union-attr, operator]
                     hidden_states = to_layout(plan, hidden_states.unsqueeze(1)).squeeze(1)
             prefix = int(index >= self.config.num_local_layers)
-            hidden_states, weights = layer(hidden_states, grid, prefix, output_attentions, layout)
+            hidden_states, weights = layer(hidden_states, grid, prefix, options)
             if output_hidden_states:
                 states.append(_in_raster(hidden_states, plan))
             if weights is not None:

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.attention.plain_operations import plain
-from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.attention.request import DEFAULT_OPTIONS, AttentionRequest, CallOptions
 from hf_sparseprior.base.extras import make_extras
 from hf_sparseprior.base.families import Family, ProjectionNames, register_family
 from hf_sparseprior.base.layer_sizes import (
@@ -36,11 +36,11 @@ from hf_sparseprior.base.layer_sizes import (
     WIDTH,
     UnitAxes,
 )
-from hf_sparseprior.models.base_model import BasePreTrainedModel, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
 from hf_sparseprior.models.blocks import BatchNorm, DropPath, LayerScale
 from hf_sparseprior.models.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, whole_patches
-from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 
 
 @dataclass
@@ -194,11 +194,9 @@ class SparsePriorIformerAttention(SparsePriorAttention):
             1,
             config.stage_priors[stage],
             layer_idx,
-            qkv_bias=False,
-            proj_bias=False,
+            biases=Biases(False, False, False, False),
             attention_dropout=config.attention_probs_dropout_prob,
-            sizes=sizes,
-            value_dim=values,
+            sizes=sizes._replace(value_width=values),
         )
         self.gate_proj = nn.Linear(width, values, bias=False)
         self.q_norm, self.k_norm = BatchNorm(keys, eps=eps), BatchNorm(keys, eps=eps)
@@ -206,15 +204,14 @@ class SparsePriorIformerAttention(SparsePriorAttention):
         self.o_norm = BatchNorm(width, eps=eps)
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, grid: tuple[int, int], output_attentions: bool = False, backend: str = "auto"
+        self, hidden_states: Tensor, grid: tuple[int, int], options: CallOptions = DEFAULT_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention.
 
         Args:
             hidden_states: (B, N, C), the places of the map in raster order.
             grid: (height, width) of the map.
-            output_attentions: also return the attention weights.
-            backend: forces a backend of `hf_sparseprior.attention.functional`.
+            options: what is asked for.
 
         Returns:
             (B, N, C), and the weights (B, 1, N, N) or None.
@@ -230,9 +227,9 @@ class SparsePriorIformerAttention(SparsePriorAttention):
             self.plan(grid),
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
-            need_weights=output_attentions,
+            need_weights=options.output_attentions,
         )
-        out, weights = self.attend(request, backend)
+        out, weights = self.attend(request, options.backend)
         return normed(self.o_norm, self.o_proj(out.squeeze(1) * gate)), weights
 
 
@@ -297,13 +294,11 @@ class SparsePriorIformerLayer(GradientCheckpointingLayer):
         self.layer_scale2 = layer_scale(LayerScale, width, config)
         self.drop_path2 = DropPath(drop_path_rates[2])
 
-    def forward(self, maps: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, maps: Tensor, options: CallOptions = DEFAULT_OPTIONS) -> tuple[Tensor, Tensor | None]:
         """The map (B, C, H, W), and the weights (B, 1, N, N) if they are wanted."""
-        # attn_implementation="eager" is transformers' word for the written-out form.
-        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
         grid = (maps.shape[2], maps.shape[3])
         tokens = as_tokens(maps + self.cpe(maps)).contiguous()  # read by four projections
-        branch, weights = self.attention(tokens, grid, output_attentions, backend)
+        branch, weights = self.attention(tokens, grid, options)
         tokens = tokens + self.drop_path1(self.layer_scale1(branch))
         tokens = tokens + self.drop_path2(self.layer_scale2(self.mlp(tokens, grid)))
         return tokens.transpose(1, 2).unflatten(2, grid), weights
@@ -344,7 +339,7 @@ class SparsePriorIformerStage(nn.Module):
             SparsePriorIformerConvBlock(config, width, *own) for own in zip(hidden[first:], rates[last:], strict=True)
         )
 
-    def forward(self, maps: Tensor, output_attentions: bool = False) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, maps: Tensor, options: CallOptions = DEFAULT_OPTIONS) -> tuple[Tensor, list[Tensor]]:
         """The map (B, C, H, W), and the weights of the attention layers if they are wanted."""
         attentions = []
         if self.downsample is not None:
@@ -352,7 +347,7 @@ class SparsePriorIformerStage(nn.Module):
         for block in self.convolutions:
             maps = block(maps)
         for layer in self.layers:
-            maps, weights = layer(maps, output_attentions)
+            maps, weights = layer(maps, options)
             if weights is not None:
                 attentions.append(weights)
         for block in self.final_convolutions:
@@ -408,8 +403,9 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         """The maps (B, C, H, W) of the stem and of each stage, and attentions."""
         maps = [self.embeddings(pixel_values)]
         attentions: list[Tensor] = []
+        options = call_options(self.config, output_attentions)
         for stage in self.stages:
-            last, weights = stage(maps[-1], output_attentions)
+            last, weights = stage(maps[-1], options)
             maps.append(last)
             attentions.extend(weights)
         return maps, attentions

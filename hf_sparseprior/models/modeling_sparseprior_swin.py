@@ -20,17 +20,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
-from hf_sparseprior.attention.request import AttentionRequest, reorder, weights_from_layout
+from hf_sparseprior.attention.request import (
+    DEFAULT_OPTIONS,
+    AttentionRequest,
+    CallOptions,
+    reorder,
+    weights_from_layout,
+)
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import NEXT_WIDTH, WIDTH, UnitAxes
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
-from hf_sparseprior.models.base_model import BasePreTrainedModel, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
 from hf_sparseprior.models.blocks import MLP, DropPath
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone
 from hf_sparseprior.patterns.token_order import RASTER
-from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 from hf_sparseprior.priors.prior import common_order
 from hf_sparseprior.priors.relative_position import SwinRelativePositionBias
 
@@ -104,15 +110,14 @@ class SparsePriorSwinAttention(SparsePriorAttention):
         )
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, shift: int, output_attentions: bool = False, backend: str = "auto"
+        self, hidden_states: Tensor, shift: int, options: CallOptions = DEFAULT_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention within windows.
 
         Args:
             hidden_states: (B, H, W, C), H and W multiples of the window.
             shift: by how many patches the windows are shifted to the lower right.
-            output_attentions: also return the attention weights.
-            backend: forces a backend of `hf_sparseprior.attention.functional`.
+            options: what is asked for.
 
         Returns:
             (B, H, W, C), and the weights (B * n, G, N, N) or None.
@@ -124,7 +129,7 @@ class SparsePriorSwinAttention(SparsePriorAttention):
             plan,
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
-            need_weights=output_attentions,
+            need_weights=options.output_attentions,
         )
         bias = self.relative_position_bias(request)
         if shift:
@@ -133,7 +138,7 @@ class SparsePriorSwinAttention(SparsePriorAttention):
             bias = bias.masked_fill(~seen, -math.inf)
             if plan.offsets is not None and plan.mask_fill == "neg_inf":
                 request = request._replace(plan=self.plan(self.window, dense=True, layout=self.layout))
-        out, weights = self.attend(request._replace(bias=bias), backend)
+        out, weights = self.attend(request._replace(bias=bias), options.backend)
         if plan.layout != RASTER:
             if weights is not None:
                 weights = weights_from_layout(plan, weights)
@@ -204,7 +209,7 @@ class SparsePriorSwinLayer(GradientCheckpointingLayer):
             prior,
             self.window,
             layer_idx,
-            qkv_bias=config.qkv_bias,
+            biases=Biases(*[config.qkv_bias] * 3),
             attention_dropout=config.attention_probs_dropout_prob,
             sizes=sizes,
         )
@@ -214,27 +219,25 @@ class SparsePriorSwinLayer(GradientCheckpointingLayer):
         self.drop_path = DropPath(config.drop_path_rate * layer_idx / max(1, config.num_hidden_layers - 1))
 
     def forward(
-        self, hidden_states: Tensor, always_shift: bool = False, output_attentions: bool = False
+        self, hidden_states: Tensor, always_shift: bool = False, options: CallOptions = DEFAULT_OPTIONS
     ) -> tuple[Tensor, Tensor | None]:
         """A block.
 
         Args:
             hidden_states: (B, H, W, C).
             always_shift: shift the windows even if the image is no larger than one.
-            output_attentions: also return the attention weights.
+            options: what is asked of attention.
 
         Returns:
             The tokens (B, H, W, C), and the weights (B * n, G, N, N) if they are wanted.
         """
-        # attn_implementation="eager" is transformers' word for the written-out form.
-        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
         height, width = hidden_states.shape[1:3]
         shift = self.shift if always_shift or min(height, width) > self.window else 0
         tokens = self.layernorm_before(hidden_states)
         below, right = -height % self.window, -width % self.window
         if below or right:
             tokens = F.pad(tokens, (0, 0, 0, right, 0, below))
-        tokens, weights = self.attention(tokens, shift, output_attentions, backend)
+        tokens, weights = self.attention(tokens, shift, options)
         if below or right:
             tokens = tokens[:, :height, :width]
         hidden_states = hidden_states + self.drop_path(self.dropout(tokens))
@@ -277,12 +280,12 @@ class SparsePriorSwinStage(nn.Module):
             self.downsample = SparsePriorSwinPatchMerging(width, next_width, config.layer_norm_eps)
 
     def forward(
-        self, hidden_states: Tensor, always_shift: bool = False, output_attentions: bool = False
+        self, hidden_states: Tensor, always_shift: bool = False, options: CallOptions = DEFAULT_OPTIONS
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The tokens (B, H, W, C) before and after patch merging, and the weights of the layers if they are wanted."""
         attentions = []
         for layer in self.layers:
-            hidden_states, weights = layer(hidden_states, always_shift, output_attentions)
+            hidden_states, weights = layer(hidden_states, always_shift, options)
             if weights is not None:
                 attentions.append(weights)
         merged = hidden_states if self.downsample is None else self.downsample(hidden_states)
@@ -359,8 +362,9 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         hidden_states = self.embeddings(pixel_values)
         before, after = [hidden_states], [hidden_states]
         attentions: list[Tensor] = []
+        options = call_options(self.config, output_attentions)
         for stage in self.stages:
-            last, hidden_states, weights = stage(hidden_states, always_shift, output_attentions)
+            last, hidden_states, weights = stage(hidden_states, always_shift, options)
             before.append(last)
             after.append(hidden_states)
             attentions.extend(weights)

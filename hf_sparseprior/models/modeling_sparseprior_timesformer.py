@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from hf_sparseprior.attention.plan import AttentionPlan
-from hf_sparseprior.attention.request import reorder
+from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, reorder
 from hf_sparseprior.base.families import VIT_NAMES, Family, ProjectionNames, register_family
 from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
@@ -36,7 +36,6 @@ from hf_sparseprior.models.modeling_sparseprior_vit import (
     SparsePriorViTPreTrainedModel,
 )
 from hf_sparseprior.models.pretrained import check_saved_folder, copy_weights, load_whole_model, may_start_anew
-from hf_sparseprior.patterns.token_order import RASTER
 
 
 class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
@@ -128,9 +127,8 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         hidden_states: Tensor,
         grid: tuple[int, int],
         num_prefix_tokens: int,
-        output_attentions: bool = False,
+        options: CallOptions = DEFAULT_OPTIONS,
         *no_pruning: None,
-        layout: str = RASTER,
     ) -> tuple[Tensor, Tensor | None, None]:
         """A block.
 
@@ -139,16 +137,15 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
                 attention.
             grid: (height, width) of a frame's patches.
             num_prefix_tokens: P.
-            output_attentions: also return the attention weights.
+            options: what is asked of attention.
             no_pruning: the arguments of the image model's layers about dropped tokens.
-            layout: the order in which the patches come, as in `AttentionPlan`.
 
         Returns:
             The tokens, the weights of attention with the prior if they are wanted, (B * F, H, T, T) or of joint
             attention (B, H, P + N * F, P + N * F), and None.
         """
         if self.temporal_attention is None:
-            return self.forward_whole(hidden_states, grid, num_prefix_tokens, output_attentions, layout)
+            return self.forward_whole(hidden_states, grid, num_prefix_tokens, options)
         prefix, patches = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
         num_frames = patches.shape[1] // (grid[0] * grid[1])
         series = self.temporal_layernorm(patches).unflatten(1, (-1, num_frames)).flatten(0, 1)
@@ -156,11 +153,8 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         out = self.drop_path(self.dropout(self.temporal_attention(series)))
         patches = patches + self.temporal_dense(out.view_as(patches))
 
-        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
         frames = to_frames(torch.cat([prefix, patches], 1), num_prefix_tokens, num_frames)
-        out, weights = self.attention(
-            self.layernorm_before(frames), grid, num_prefix_tokens, output_attentions, backend, layout=layout
-        )
+        out, weights = self.attention(self.layernorm_before(frames), grid, num_prefix_tokens, options)
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
         branch = from_frames(branch, num_prefix_tokens, num_frames)
         hidden_states = torch.add(torch.cat([prefix, patches], 1), branch, alpha=self.residual_scale)
@@ -179,17 +173,13 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         hidden_states: Tensor,
         grid: tuple[int, int],
         num_prefix_tokens: int,
-        output_attentions: bool,
-        layout: str,
+        options: CallOptions,
     ) -> tuple[Tensor, Tensor | None, None]:
         """A block without temporal attention; arguments and results are those of `forward`."""
         seen: tuple[int, ...] = grid
         if self.config.is_joint:
             seen = (frames_of(hidden_states, grid, num_prefix_tokens), *grid)
-        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
-        out, weights = self.attention(
-            self.layernorm_before(hidden_states), seen, num_prefix_tokens, output_attentions, backend, layout=layout
-        )
+        out, weights = self.attention(self.layernorm_before(hidden_states), seen, num_prefix_tokens, options)
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         normed = self.layernorm_after(hidden_states)

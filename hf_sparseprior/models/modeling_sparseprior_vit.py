@@ -21,18 +21,24 @@ from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPoo
 
 from hf_sparseprior.attention.packing import Packing, is_packed, joined, read_images
 from hf_sparseprior.attention.plan import AttentionPlan
-from hf_sparseprior.attention.request import from_layout, to_layout, weights_from_layout
+from hf_sparseprior.attention.request import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    from_layout,
+    to_layout,
+    weights_from_layout,
+)
 from hf_sparseprior.attention.rotary import RotaryPositions, Rotation
 from hf_sparseprior.base.extras import make_extras
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import WIDTH, UnitAxes
 from hf_sparseprior.models.base_config import BaseConfig
-from hf_sparseprior.models.base_model import BasePreTrainedModel, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
 from hf_sparseprior.models.blocks import MLP, ConvolutionStem, DropPath, LayerScale, patch_grid, resized_positions
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
 from hf_sparseprior.patterns.token_order import RASTER
-from hf_sparseprior.priors.layer import SparsePriorAttention
+from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 from hf_sparseprior.priors.prior import pruning_of
 from hf_sparseprior.priors.token_pruning import EViT, TokenPruning, Tokens
 
@@ -166,11 +172,9 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             config.num_attention_heads,
             config.prior,
             layer_idx=layer_idx,
-            qkv_bias=config.qkv_bias,
-            proj_bias=config.proj_bias,
+            biases=Biases(config.qkv_bias, config.qkv_bias and config.key_bias, config.qkv_bias, config.proj_bias),
             attention_dropout=config.attention_probs_dropout_prob,
             sizes=sizes,
-            key_bias=config.key_bias,
         )
         self.layernorm_after = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.mlp = MLP(width, sizes.mlp_width, config.hidden_act, config.mlp_bias, config.prior["extras"])
@@ -186,12 +190,10 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         grid: tuple[int, int] | Packing,
         num_prefix_tokens: int,
-        output_attentions: bool = False,
+        options: CallOptions = DEFAULT_OPTIONS,
         token_ids: Tensor | None = None,
         kept: Tensor | None = None,
         pruning: EViT | None = None,
-        layout: str = RASTER,
-        rotations: Sequence[Rotation] | None = None,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """A block.
 
@@ -199,30 +201,21 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
             hidden_states: (B, T, C); (1, total, C) of the images of a packing.
             grid: (height, width) of the patches, or the packing of images of several sizes.
             num_prefix_tokens: P.
-            output_attentions: also return the attention weights.
-            token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`.
+            options: what is asked of attention.
+            token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`. Not in `options`, since checkpoints
+                with use_reentrant=True see tensors that are arguments alone, and `kept` has a gradient.
             pruning: the module that drops tokens between attention and MLP.
-            layout: the order in which the patches come, as in `AttentionPlan`.
-            rotations: rotary positions of each grid, as in `SparsePriorAttention`.
 
         Returns:
             The tokens, the attention weights (B, H, T, T) if they are wanted, of a packing for each grid, and the
             token_ids of the tokens that are left.
         """
-        # attn_implementation="eager" is transformers' word for the written-out form.
-        backend = "reference" if self.config._attn_implementation == "eager" else "auto"
-        out, weights = self.attention(
-            self.layernorm_before(hidden_states),
-            grid,
-            num_prefix_tokens,
-            output_attentions or pruning is not None,
-            backend,
-            token_ids,
-            kept,
-            1 if pruning is not None and not output_attentions else None,
-            layout,
-            rotations,
-        )
+        output_attentions = options.output_attentions
+        if token_ids is not None or kept is not None:
+            options = options._replace(token_ids=token_ids, keep_mask=kept)
+        if pruning is not None:
+            options = options._replace(output_attentions=True, weight_rows=None if output_attentions else 1)
+        out, weights = self.attention(self.layernorm_before(hidden_states), grid, num_prefix_tokens, options)
         branch = self.drop_path(self.layerscale_attention(self.dropout(out)), grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         if pruning is not None:
@@ -340,7 +333,9 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         moves = self.moves(hidden_states, grid)
         if moves is not None:
             hidden_states = moves.patches(hidden_states)
-        turned = self.rotations(hidden_states, grid, moves)
+        options = call_options(self.config, output_attentions, layout)
+        if self.rotary_positions is not None:
+            options = options._replace(rotations=self.rotations(hidden_states, grid, moves))
         for index, layer in enumerate(self.layers):
             pruning = None
             if (module := self.active_pruning()) is not None:
@@ -348,7 +343,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
                 pruning = module if module.within(index) else None
             kept = None if tokens.kept is None else F.pad(tokens.kept, (prefix, 0), value=1.0)
             hidden_states, weights, token_ids = layer(
-                hidden_states, grid, prefix, output_attentions, tokens.token_ids, kept, pruning, layout=layout, **turned
+                hidden_states, grid, prefix, options, tokens.token_ids, kept, pruning
             )
             tokens = tokens._replace(token_ids=token_ids)
             if output_hidden_states:
@@ -365,10 +360,9 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             tokens,
         )
 
-    def rotations(self, tokens: Tensor, grid: Any, moves: Moves | None) -> dict[str, list[Rotation]]:
-        """What layers are given of rotary positions, in the order in which they have the tokens."""
-        if self.rotary_positions is None:
-            return {}
+    def rotations(self, tokens: Tensor, grid: Any, moves: Moves | None) -> list[Rotation]:
+        """The rotary positions of each grid, in the order in which layers have the tokens."""
+        assert self.rotary_positions is not None
         grids = grid.grids if isinstance(grid, Packing) else [grid]
         rotations = self.rotary_positions(grids, self.config.num_prefix_tokens, tokens)
         if moves is not None:
@@ -376,7 +370,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
                 Rotation(*(self.move_patches(part[None], plan)[0] for part in rotation))
                 for rotation, plan in zip(rotations, moves.plans, strict=True)
             ]
-        return {"rotations": rotations}
+        return rotations
 
     def moves(self, tokens: Tensor, grid: Any) -> Moves | None:
         """How patches get into the layout that the layers have, and back; None: they stay as they are."""
@@ -439,7 +433,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        sizes: Any = {
+        sizes = {
             "pixel_attention_mask": pixel_attention_mask,
             "spatial_shapes": spatial_shapes,
             "pixel_mask": pixel_mask,

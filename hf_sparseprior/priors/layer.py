@@ -6,7 +6,7 @@ import json
 import logging
 import operator
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from hf_sparseprior.attention.choice import forced_backend
 from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.packing import Packing, joined
 from hf_sparseprior.attention.plan import AttentionPlan
-from hf_sparseprior.attention.request import AttentionRequest, add_bias
-from hf_sparseprior.attention.rotary import Rotation, rotate
+from hf_sparseprior.attention.request import DEFAULT_OPTIONS, AttentionRequest, CallOptions, add_bias
+from hf_sparseprior.attention.rotary import rotate
 from hf_sparseprior.base.extras import make_extras, make_module
 from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
 from hf_sparseprior.base.resolved import ResolvedPrior, Time
@@ -204,6 +204,18 @@ class PriorAttention(nn.Module):
         return self.mixer(request)
 
 
+class Biases(NamedTuple):
+    """Which projections of an attention layer have a bias: of queries, keys and values, and of the output."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    o: bool = True
+
+
+ALL_BIASES = Biases()
+
+
 class SparsePriorAttention(PriorAttention):
     """Multi-head self-attention with a prior.
 
@@ -212,11 +224,9 @@ class SparsePriorAttention(PriorAttention):
         num_heads: H.
         prior: resolved prior (`resolve_prior`).
         layer_idx: layer number from 0; decides which head has which support.
-        qkv_bias, proj_bias: biases of the projections.
+        biases: which projections have one.
         attention_dropout: dropout probability of the attention weights in training.
         sizes: of the layer, if heads or widths were pruned; else they follow from width and heads.
-        value_dim: width of a head's values, if it is not that of its queries and keys.
-        key_bias: False for keys without a bias where `qkv_bias` is True.
     """
 
     UNIT_AXES: UnitAxes = {
@@ -232,26 +242,23 @@ class SparsePriorAttention(PriorAttention):
         num_heads: int,
         prior: ResolvedPrior,
         layer_idx: int = 0,
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
+        biases: Biases = ALL_BIASES,
         attention_dropout: float = 0.0,
         sizes: LayerSizes | None = None,
-        value_dim: int | None = None,
-        key_bias: bool = True,
     ) -> None:
         nn.Module.__init__(self)
         sizes = whole_layer(hidden_size, num_heads, 0) if sizes is None else sizes
         self.key_dim = sizes.head_width
-        self.head_dim = self.key_dim if value_dim is None else value_dim
+        self.head_dim = self.key_dim if sizes.value_width is None else sizes.value_width
         # None is the backends' own, the root of the width of a head.
         self.logit_scale = None if sizes.scale_width == sizes.head_width else sizes.scale_width**-0.5
         if prior["mixer"] != "softmax":  # which chooses it
             self.key_dim = MIXERS[prior["mixer"]["name"]].key_width(prior["mixer"], self.head_dim)
         self.attention_dropout = attention_dropout
-        self.q_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=qkv_bias and key_bias)
-        self.v_proj = nn.Linear(hidden_size, len(sizes.heads) * self.head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(len(sizes.heads) * self.head_dim, hidden_size, bias=proj_bias)
+        self.q_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=biases.q)
+        self.k_proj = nn.Linear(hidden_size, len(sizes.heads) * self.key_dim, bias=biases.k)
+        self.v_proj = nn.Linear(hidden_size, len(sizes.heads) * self.head_dim, bias=biases.v)
+        self.o_proj = nn.Linear(len(sizes.heads) * self.head_dim, hidden_size, bias=biases.o)
         # Last, so that random weights are drawn in the order in which published seeds drew them.
         width = self.key_dim if prior["mixer"] == "softmax" else self.head_dim
         self._set_prior(num_heads, prior, layer_idx, width, sizes.heads)
@@ -261,13 +268,8 @@ class SparsePriorAttention(PriorAttention):
         hidden_states: Tensor,
         grid: tuple[int, ...] | Packing,
         num_prefix_tokens: int = 0,
-        output_attentions: bool = False,
-        backend: str = "auto",
-        token_ids: Tensor | None = None,
-        keep_mask: Tensor | None = None,
-        weight_rows: int | None = None,
-        layout: str = RASTER,
-        rotations: Sequence[Rotation] | None = None,
+        options: CallOptions = DEFAULT_OPTIONS,
+        **others: Any,
     ) -> tuple[Tensor, Any]:
         """Self-attention.
 
@@ -277,60 +279,54 @@ class SparsePriorAttention(PriorAttention):
             grid: (height, width) of the patches, or (frames, height, width) of those of a clip, frame after frame; or
                 the packing of images of several sizes.
             num_prefix_tokens: number of tokens before the patches.
-            output_attentions: also return the attention weights.
-            backend: forces a backend of `hf_sparseprior.attention.functional`.
-            token_ids, keep_mask, weight_rows: as in `AttentionRequest`.
-            layout: the order in which the patches come, as in `AttentionPlan`.
-            rotations: rotary positions of the tokens of each grid, in their order; not with a mixer.
+            options: what is asked for. others: fields of `CallOptions` in place of it.
 
         Returns:
             As `hidden_states`, and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`. Of
             a packing they are a list, one for each grid.
         """
-        widths = (self.key_dim, self.key_dim, self.head_dim)
-        q, k, v = (
-            projection(hidden_states).unflatten(-1, (self.num_heads, width))
-            for projection, width in zip((self.q_proj, self.k_proj, self.v_proj), widths, strict=True)
-        )
-        options = (output_attentions, backend, token_ids, keep_mask, weight_rows, layout)
+        if others:
+            options = CallOptions(**others)
+        rows, keys = hidden_states.shape[:-1], (self.num_heads, self.key_dim)
+        q = self.q_proj(hidden_states).reshape(*rows, *keys)
+        k = self.k_proj(hidden_states).reshape(*rows, *keys)
+        v = self.v_proj(hidden_states).reshape(*rows, self.num_heads, self.head_dim)
+        rotations = options.rotations
         if not isinstance(grid, Packing):
-            heads = (q, k, v) if rotations is None else (rotate(q, rotations[0]), rotate(k, rotations[0]), v)
-            out, weights = self._attend_heads(heads, grid, num_prefix_tokens, *options)
+            if rotations is not None:
+                q, k = rotate(q, rotations[0]), rotate(k, rotations[0])
+            out, weights = self._attend_heads(
+                q, k, v, self.plan(grid, num_prefix_tokens, layout=options.layout), options
+            )
             return self.o_proj(out), weights
-        parts = list(zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), strict=True))
-        if rotations is not None:
-            parts = [(rotate(q, own), rotate(k, own), v) for (q, k, v), own in zip(parts, rotations, strict=True)]
-        found = [
-            self._attend_heads(own, sides, num_prefix_tokens, *options)
-            for own, sides in zip(parts, grid.grids, strict=True)
-        ]
-        return self.o_proj(joined([out for out, _ in found])), [weights for _, weights in found]
+        outs, of_grids = [], []
+        parts = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), grid.grids, strict=True)
+        for number, (q, k, v, sides) in enumerate(parts):
+            if rotations is not None:
+                q, k = rotate(q, rotations[number]), rotate(k, rotations[number])
+            out, weights = self._attend_heads(
+                q, k, v, self.plan(sides, num_prefix_tokens, layout=options.layout), options
+            )
+            outs.append(out)
+            of_grids.append(weights)
+        return self.o_proj(joined(outs)), of_grids
 
     def _attend_heads(
-        self,
-        heads: tuple[Tensor, ...],
-        grid: tuple[int, ...],
-        num_prefix_tokens: int,
-        output_attentions: bool,
-        backend: str,
-        token_ids: Tensor | None,
-        keep_mask: Tensor | None,
-        weight_rows: int | None,
-        layout: str,
+        self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: CallOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs of the heads side by side, (B, T, H * D), and weights, of q, k, v (B, T, H, D) of one grid."""
-        q, k, v = (tokens.transpose(1, 2) for tokens in heads)
         request = AttentionRequest(
-            q,
-            k,
-            v,
-            self.plan(grid, num_prefix_tokens, layout=layout),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            plan,
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
-            token_ids=token_ids,
-            keep_mask=keep_mask,
-            need_weights=output_attentions,
-            weight_rows=weight_rows,
+            bias=options.bias,
+            token_ids=options.token_ids,
+            keep_mask=options.keep_mask,
+            need_weights=options.output_attentions,
+            weight_rows=options.weight_rows,
         )
-        out, weights = self.attend(request, backend)
+        out, weights = self.attend(request, options.backend)
         return out.transpose(1, 2).flatten(2), weights

@@ -1,6 +1,10 @@
+import collections
+import contextlib
 import copy
 import logging
 import pickle
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,8 +14,8 @@ from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, has_pairs
-from hf_sparseprior.priors.layer import SparsePriorAttention
-from hf_sparseprior.priors.prior import resolve_prior
+from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
+from hf_sparseprior.priors.prior import prior_names, resolve_prior
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
@@ -39,6 +43,39 @@ def violin(**settings):
 
 def constant(alpha, beta):
     return {"alpha_mean": alpha, "alpha_std": 0, "beta_low": beta, "beta_high": beta}
+
+
+@contextmanager
+def calls_by_name():
+    """How often functions of these names run inside, those of other libraries too."""
+    counts = collections.Counter()
+
+    def note(frame, event, _):
+        if event == "call":
+            counts[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(
+    "prior", [*prior_names(), "fibottention+violin", {"support": {"name": "window", "order": "hilbert"}}]
+)
+def test_settings_are_parsed_where_a_prior_is_resolved_and_nowhere_after(prior):
+    parsers = {"split_spec", "check_keys", "check_order", "resolve_support", "resolve_decay", "resolve_module"}
+    with calls_by_name() as counts:
+        resolved = resolve_prior(prior, HEADS, (4, 4))
+    assert parsers & set(counts), "the functions have other names now"
+    with calls_by_name() as counts:
+        for layer_idx in range(2):
+            layer = SparsePriorAttention(HIDDEN, HEADS, resolved, layer_idx)
+            for grid in ((4, 4), (4, 5)) if resolved["predictor"] is None else ((4, 4),):
+                with contextlib.suppress(ValueError):  # a mixer of another grid
+                    layer(tokens(grid), grid, 1)
+    assert counts["_attend_heads"] and not {name: counts[name] for name in parsers if counts[name]}
 
 
 # ---- what the layer computes ----------------------------------------------------------------------------------------
@@ -163,7 +200,7 @@ def test_parameters_and_state(prior):
 
 
 def test_biases_are_optional():
-    layer = make_layer("dense", qkv_bias=False, proj_bias=False)
+    layer = make_layer("dense", biases=Biases(False, False, False, False))
     assert all(name.endswith("weight") for name in layer.state_dict())
 
 

@@ -9,6 +9,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.analysis.layers import find_attention, watch_heads
 from hf_sparseprior.attention import request as attention_request
 from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.extras import EXTRAS, Extra, register_extra
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.models.base_config import BaseConfig
@@ -221,5 +222,6 @@ def test_a_layer_alone_takes_patches_in_raster_order():
     tokens, plan = torch.randn(2, 17, 24), model.layers[0].attention.plan((3, 5), 2, layout="hilbert")
     with torch.no_grad():
         own = model.layers[0](tokens, (3, 5), 2)[0]
-        moved = model.layers[0](model.move_patches(tokens, plan), (3, 5), 2, layout="hilbert")[0]
+        options = CallOptions(layout="hilbert")
+        moved = model.layers[0](model.move_patches(tokens, plan), (3, 5), 2, options)[0]
         torch.testing.assert_close(model.move_patches(moved, plan, back=True), own, atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ import torch
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.decays import learned_decay_masks, learned_decays
 from hf_sparseprior.analysis.layers import attention_weights, find_attention
+from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.patterns import relative_offsets
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.training.distillation import Distillation, Teacher
@@ -284,7 +285,7 @@ def test_the_gated_weights_by_hand(grid):
     layer = scatter(sp.SparsePriorConvitModel(config).double()).layers[1].attention
     tokens = torch.randn(2, grid[0] * grid[1], 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        out, weights = layer(tokens, grid, output_attentions=True)
+        out, weights = layer(tokens, grid, options=CallOptions(True))
         alone, none = layer(tokens, grid)
         expected, by_hand = gated_by_hand(layer, tokens, grid)
     torch.testing.assert_close(weights, by_hand, atol=1e-12, rtol=0)
@@ -309,7 +310,7 @@ def test_without_weights_no_map_of_all_pairs_is_formed():
     for asked in (False, True):
         shapes.clear()
         with torch.no_grad(), Sizes():
-            layer(torch.randn(1, 48, 16), (6, 8), output_attentions=asked)
+            layer(torch.randn(1, 48, 16), (6, 8), options=CallOptions(asked))
         assert any(shape[-2:] == (48, 48) for shape in shapes) == asked
 
 
@@ -317,9 +318,9 @@ def test_dropout_of_the_weights_acts_on_the_combined_map():
     layer = sp.SparsePriorConvitModel(sp.SparsePriorConvitConfig(**SIZES, attention_probs_dropout_prob=0.5)).layers[0]
     tokens = torch.randn(1, 16, 16)
     with torch.no_grad():
-        _, full = layer.attention.eval()(tokens, (4, 4), output_attentions=True)
+        _, full = layer.attention.eval()(tokens, (4, 4), options=CallOptions(True))
         torch.manual_seed(0)
-        _, dropped = layer.attention.train()(tokens, (4, 4), output_attentions=True)
+        _, dropped = layer.attention.train()(tokens, (4, 4), options=CallOptions(True))
         torch.manual_seed(0)
         alone, _ = layer.attention(tokens, (4, 4))
         values = layer.attention.v_proj(tokens).unflatten(-1, (4, -1)).transpose(1, 2)

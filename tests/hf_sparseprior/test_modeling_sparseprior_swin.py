@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import hf_sparseprior as sp
+from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.supports import head_offsets, layer_order
 from hf_sparseprior.patterns.windows import window_regions, windowed_mask
@@ -215,8 +216,8 @@ def test_windows_are_attended_as_written_by_hand(prior, support, violin, shift, 
     maps = torch.randn(2, 8, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = attention_by_hand(layer, maps, shift, support, violin)
-        out, weights = layer(maps, shift, output_attentions=True, backend=backend)
-        alone, _ = layer(maps, shift, backend=backend)
+        out, weights = layer(maps, shift, CallOptions(True, backend=backend))
+        alone, _ = layer(maps, shift, CallOptions(backend=backend))
     torch.testing.assert_close(out, expected, atol=1e-9, rtol=0)
     torch.testing.assert_close(alone, expected, atol=1e-9, rtol=0)
     assert weights.shape == (2 * 6, 2, 16, 16)
@@ -248,7 +249,7 @@ def test_pruned_pairs_within_shifted_windows(mask_fill):
     layer = scatter(sp.SparsePriorSwinModel(config).double()).stages[0].layers[1].attention
     maps = torch.randn(1, 8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        _, weights = layer(maps, 2, output_attentions=True)
+        _, weights = layer(maps, 2, CallOptions(True))
     regions = torch.from_numpy(window_regions((8, 8), (4, 4), (2, 2)))
     band = (torch.arange(16)[:, None] - torch.arange(16)[None]).abs() <= 1
     expected = regions & band if mask_fill == "neg_inf" else regions
