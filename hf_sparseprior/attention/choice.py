@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hf_sparseprior.attention.plain_operations import plain
-from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.attention.request import AttentionRequest, is_transformed
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -54,6 +54,7 @@ class Backend:
 BACKENDS: dict[str, Backend] = {}
 _by_priority: list[str] = []  # their names, the highest priority first
 _dense: list[str] = []  # of these, those that form all pairs
+_registered = [0]  # how often backends were registered or taken out, after which kept choices no longer hold
 
 
 def register_backend(
@@ -69,7 +70,9 @@ def register_backend(
 
     Args:
         name: its name everywhere.
-        can_run: returns None if it can run a request, otherwise why not, as half a sentence.
+        can_run: returns None if it can run a request, otherwise why not, as half a sentence. A plan keeps the answer
+            for all requests with the same shapes, dtype, device, gradients and options, so it must not depend on values
+            of tensors.
         run: returns the output (B, H, T, E) in the dtype of q, and the weights (B, H, T, T) if
             `request.needs_all_weights`, otherwise None. It agrees with `reference`, forward and backward. The first
             line of its docstring describes it.
@@ -96,6 +99,7 @@ def unregister_backend(name: str) -> None:
 
 
 def _sort_backends() -> None:
+    _registered[0] += 1
     _by_priority[:] = sorted(BACKENDS, key=lambda name: -BACKENDS[name].priority)
     _dense[:] = [name for name in _by_priority if BACKENDS[name].dense]
 
@@ -146,6 +150,14 @@ def forced_backend(backend: str) -> tuple[str, str]:
     return source, backend
 
 
+class Choice(NamedTuple):
+    """The backend that runs a request, by name, and why those of a higher priority do not, by theirs."""
+
+    name: str
+    refused: tuple[tuple[str, str], ...] = ()
+    forced: bool = False
+
+
 def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
     """Name of the backend to run.
 
@@ -155,28 +167,101 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
     """
     if backend == "auto" and plain() is not None:
         return _first_plain(request)
-    source, backend = forced_backend(backend)
+    return _chosen(request, *forced_backend(backend)).name
+
+
+def _chosen(request: AttentionRequest, source: str, backend: str) -> Choice:
+    """The choice for a request; `source` is what forces a backend that is not "auto"."""
     if backend != "auto":
         if reason := BACKENDS[backend].can_run(request):
             raise ValueError(f"{source}={backend!r} cannot run this attention: {reason}")
-        if not torch.compiler.is_compiling():
-            logger.debug("layer %d: %s (forced)", request.plan.layer, backend)
-        return backend
-    q, k, v = request.q, request.k, request.v
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    trains = trains or request.training
+        return Choice(backend, forced=True)
     dense_path = _dense_path(request) if is_sparse(request) else ""
     refused: list[tuple[str, str]] = []
     for name in _by_priority:
         candidate = BACKENDS[name]
-        reason = slower_than_dense(candidate, request, trains, dense_path)
+        reason = slower_than_dense(candidate, request, _trains(request), dense_path)
         reason = reason or candidate.can_run(request)
         if reason is None:
-            if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
-                _log_choice(request, name, refused)
-            return name
+            return Choice(name, tuple(refused))
         refused.append((name, reason))
     raise AssertionError("unreachable: reference runs everything")
+
+
+def _trains(request: AttentionRequest) -> bool:
+    """Whether gradients are wanted."""
+    q, k, v = request.q, request.k, request.v
+    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return recorded or request.training
+
+
+MOST_CHOICES = 256  # that a plan keeps; batches of many sizes must not collect them without limit
+
+
+def bound_backend(request: AttentionRequest, backend: str = "auto") -> Backend:
+    """The backend of `choose_backend`, asked once for all requests of a plan that are alike, and logged.
+
+    Raises:
+        ValueError: for tokens that do not fit the plan, or a forced backend that cannot run.
+    """
+    if torch.compiler.is_compiling() or plain() is not None:
+        check_request(request)
+        return BACKENDS[choose_backend(request, backend)]
+    forced = forced_backend(backend)
+    kept, key = request.plan.choices, _kind(request, forced[1])
+    try:
+        choice = kept.get(key)
+    except TypeError:  # sizes that are symbols
+        key, choice = (), None
+    if choice is None:
+        check_request(request)
+        choice = _chosen(request, *forced)
+        if key:
+            if len(kept) >= MOST_CHOICES:
+                kept.clear()
+            kept[key] = choice
+    if logger.isEnabledFor(logging.DEBUG):
+        _log(request, choice)
+    return BACKENDS[choice.name]
+
+
+def _kind(request: AttentionRequest, forced: str) -> tuple:
+    """What the choice follows from, besides the plan: device, dtype, sizes, gradients, and what is asked for."""
+    q, decay = request.q, request.decay
+    of_decay = None
+    if decay is not None:
+        of_decay = decay.get("order") is not None, decay["beta"].requires_grad
+    asked = (
+        request.dropout_p > 0,
+        request.renormalise,
+        request.top_k,
+        request.need_weights,
+        request.weight_rows,
+        *[None if tensor is None else tensor.shape for tensor in request[7:11]],
+    )
+    grads = torch.is_grad_enabled(), _trains(request), is_transformed() is None
+    return forced, _registered[0], q.shape, request.v.shape[-1], q.dtype, q.device, of_decay, grads, asked
+
+
+def check_request(request: AttentionRequest) -> None:
+    """Raise ValueError unless the tokens of a request fit its plan, and what is asked for goes together."""
+    plan, (batch, _, tokens, _) = request.plan, request.q.shape
+    if request.token_ids is not None:
+        if tuple(request.token_ids.shape) != (batch, tokens - plan.num_prefix_tokens):
+            raise ValueError(
+                f"token_ids of shape {tuple(request.token_ids.shape)} must name the {tokens - plan.num_prefix_tokens} "
+                f"patches of each of {batch} images"
+            )
+    elif tokens != plan.total:
+        raise ValueError(
+            f"{tokens} tokens must be {plan.num_prefix_tokens} prefix tokens and a patch grid of {plan.grid}, "
+            f"{plan.total} in all"
+        )
+    if (rows := request.weight_rows) is not None:
+        if not 1 <= rows <= plan.num_prefix_tokens:
+            raise ValueError(f"weight_rows={rows} must be between 1 and the {plan.num_prefix_tokens} prefix tokens")
+        if request.bias is not None or request.keep_mask is not None:
+            raise ValueError(f"weight_rows={rows} cannot be used with a bias or with dropped keys; take all weights")
 
 
 def _first_plain(request: AttentionRequest) -> str:
@@ -199,11 +284,14 @@ def _dense_path(request: AttentionRequest) -> str:
     raise AssertionError("unreachable: reference runs everything")
 
 
-def _log_choice(request: AttentionRequest, name: str, refused: list[tuple[str, str]]) -> None:
+def _log(request: AttentionRequest, choice: Choice) -> None:
     plan = request.plan
+    if choice.forced:
+        logger.debug("layer %d: %s (forced)", plan.layer, choice.name)
+        return
     if request.key_ids is None:
         size = f"{plan.num_tokens} patches, {100 * plan.density:.1f} % of the pairs kept"
     else:
         size = f"{plan.num_tokens} patches, up to {request.key_ids.shape[-1]} keys of each listed"
-    others = "".join(f"; not {other}: {reason}" for other, reason in refused)
-    logger.debug("layer %d: %s (%s%s)", plan.layer, name, size, others)
+    others = "".join(f"; not {other}: {reason}" for other, reason in choice.refused)
+    logger.debug("layer %d: %s (%s%s)", plan.layer, choice.name, size, others)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparseprior.attention.choice import BACKENDS, Backend, choose_backend
+from hf_sparseprior.attention.choice import BACKENDS, bound_backend, choose_backend  # noqa: F401
 
 # Importing a backend registers it. Errors list backends in this order.
 from hf_sparseprior.attention.dense import leading_weights
@@ -46,41 +46,17 @@ def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, 
     Raises:
         ValueError: for tokens that do not fit the plan, or a forced backend that cannot run.
     """
-    _check_request(request)
-    chosen = BACKENDS[choose_backend(request, backend)]
+    chosen = bound_backend(request, backend)
     # Autocast is for the projections, which are done; here it would round the float32 logits of a decay.
     device_type = request.q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
-            return _run(chosen, request)
-    return _run(chosen, request)
-
-
-def _run(backend: Backend, request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
-    out, weights = backend.run(request)
+            out, weights = chosen.run(request)
+    else:
+        out, weights = chosen.run(request)
     if request.need_weights and request.weight_rows is not None:
         weights = leading_weights(request, request.weight_rows)
     return out, weights
-
-
-def _check_request(request: AttentionRequest) -> None:
-    plan, (batch, _, tokens, _) = request.plan, request.q.shape
-    if request.token_ids is not None:
-        if tuple(request.token_ids.shape) != (batch, tokens - plan.num_prefix_tokens):
-            raise ValueError(
-                f"token_ids of shape {tuple(request.token_ids.shape)} must name the {tokens - plan.num_prefix_tokens} "
-                f"patches of each of {batch} images"
-            )
-    elif tokens != plan.total:
-        raise ValueError(
-            f"{tokens} tokens must be {plan.num_prefix_tokens} prefix tokens and a patch grid of {plan.grid}, "
-            f"{plan.total} in all"
-        )
-    if (rows := request.weight_rows) is not None:
-        if not 1 <= rows <= plan.num_prefix_tokens:
-            raise ValueError(f"weight_rows={rows} must be between 1 and the {plan.num_prefix_tokens} prefix tokens")
-        if request.bias is not None or request.keep_mask is not None:
-            raise ValueError(f"weight_rows={rows} cannot be used with a bias or with dropped keys; take all weights")
 
 
 def attention(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def triton_can_run(request: AttentionRequest) -> str | None:
 
 def cpp(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """The C++ kernels: along diagonals, over lists of keys, or over all pairs with a decay."""
-    return _at_one_width(request, _cpp), None
+    return (_cpp(request) if request.one_width else _at_one_width(request, _cpp)), None
 
 
 def _cpp(request: AttentionRequest) -> Tensor:
@@ -72,7 +72,7 @@ def _cpp(request: AttentionRequest) -> Tensor:
         return _listed_kernel(request)
     if request.plan.offsets is not None:
         return _diagonal_kernel(request, diagonal_cpu.diagonal_attention, "offset_counts")
-    scalars = _decay_scalars(request)
+    scalars = _of_decay(request, _decay_scalars)
     positions = plan_table(request.plan, "positions_float32", request.q.device)
     return decayed_cpu.decayed_attention(
         request.q, request.k, request.v, positions, *scalars, request.plan.num_prefix_tokens, request.logit_scale
@@ -81,7 +81,7 @@ def _cpp(request: AttentionRequest) -> Tensor:
 
 def triton(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """The Triton kernels: along diagonals, or over all pairs with a decay."""
-    return _at_one_width(request, _triton), None
+    return (_triton(request) if request.one_width else _at_one_width(request, _triton)), None
 
 
 def _triton(request: AttentionRequest) -> Tensor:
@@ -103,8 +103,6 @@ def _at_one_width(request: AttentionRequest, run: Callable[[AttentionRequest], T
     third more work, and still four times as fast as plain PyTorch along the diagonals of 196 patches.
     """
     more = request.v.shape[-1] - request.q.shape[-1]
-    if not more:
-        return run(request)
     if more < 0:
         return run(request._replace(v=F.pad(request.v, (0, -more))))[..., :more]
     q, k = (F.pad(tensor, (0, more)) for tensor in (request.q, request.k))
@@ -119,15 +117,46 @@ class DecayScalars(NamedTuple):
     prefix_gamma: Tensor
 
 
+KEPT_BYTES = 1 << 18  # of a layer; beyond it computing anew takes little of a call
+Made = TypeVar("Made", bound=Sequence[Tensor])
+
+
+def _of_decay(request: AttentionRequest, make: Callable[[AttentionRequest], Made]) -> Made:
+    """What a function makes of the plan and the decay's scalars alone, kept in the plan while these are the same.
+
+    Without gradients, and on the CPU, where to compare scalars costs less than to make anything of them. By their
+    values, not by versions, which do not count what is written to `.data`.
+    """
+    decay, plan = request.decay, request.plan
+    assert decay is not None
+    # Tensors of other types are being traced, or lie elsewhere.
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(request.q) is not Tensor:
+        return make(request)
+    if request.q.device.type != "cpu":
+        return make(request)
+    scalars = decay["beta"], decay.get("alpha"), decay.get("prefix_beta")
+    kept = plan.of_decay.get(make.__name__)
+    if kept is not None and all(map(_same, kept[0], scalars)):
+        return kept[1]
+    made = make(request)
+    if sum(tensor.nbytes for tensor in made) <= KEPT_BYTES:
+        plan.of_decay[make.__name__] = [None if tensor is None else tensor.clone() for tensor in scalars], made
+    return made
+
+
+def _same(before: Tensor | None, now: Tensor | None) -> bool:
+    if before is None or now is None:
+        return before is now
+    return before.dtype == now.dtype and torch.equal(before, now)
+
+
 def _decay_scalars(request: AttentionRequest) -> DecayScalars:
     assert request.decay is not None
-    ones = torch.ones(request.plan.num_heads, device=request.q.device)
     alpha_H, gamma_H = request.decay.get("alpha"), prefix_weights(request.decay, torch.float32)
-    return DecayScalars(
-        log_gamma(request.decay["beta"].float()),
-        ones if alpha_H is None else alpha_H.float(),
-        ones if gamma_H is None else gamma_H,
-    )
+    if alpha_H is None or gamma_H is None:
+        ones = plan_table(request.plan, "ones", request.q.device)
+        alpha_H, gamma_H = ones if alpha_H is None else alpha_H, ones if gamma_H is None else gamma_H
+    return DecayScalars(log_gamma(request.decay["beta"].float()), alpha_H.float(), gamma_H)
 
 
 def _listed_kernel(request: AttentionRequest) -> Tensor:
@@ -155,6 +184,12 @@ def _listed_weights(request: AttentionRequest, scalars: DecayScalars, key_ids: T
     )
 
 
+def _diagonal_weights(request: AttentionRequest) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors of the logits: of the pairs of each offset, with a prefix token, and of a patch with itself alone."""
+    scalars = _decay_scalars(request)
+    return _pair_weights(request.plan, scalars), scalars.alpha * scalars.prefix_gamma, scalars.alpha
+
+
 def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:
     """Weights of the pairs of each offset, head after head, in the order of "pair_begin"."""
     device = scalars.alpha.device
@@ -179,12 +214,12 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
     plan, device = request.plan, request.q.device
     weights = {}
     if request.decay is not None:
-        scalars = _decay_scalars(request)
+        pair_weights, prefix_weight, self_weight = _of_decay(request, _diagonal_weights)
         weights = {
-            "pair_weights": _pair_weights(plan, scalars),
+            "pair_weights": pair_weights,
             "pair_begin": plan_table(plan, "pair_begin", device),
-            "prefix_weight": scalars.alpha * scalars.prefix_gamma,
-            "self_weight": scalars.alpha,
+            "prefix_weight": prefix_weight,
+            "self_weight": self_weight,
         }
     q, k, v = request.q, request.k, request.v
     if plan.ranks is not None:

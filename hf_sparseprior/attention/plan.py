@@ -10,6 +10,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +75,10 @@ class AttentionPlan:
         self.pattern = None if support["name"] == "dense" else layer_pattern(support, layer_key)
         self._set_pairs(self.pattern)
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
+        # What was made of the scalars of a decay, see `kernels._of_decay`.
+        self.of_decay: dict[str, tuple[list[Tensor | None], Any]] = {}
+        # Which backend runs requests of each kind, see `choice.bound_backend`.
+        self.choices: dict[tuple, Any] = {}
         # What the decay's positions follow from, where they are the same for all heads.
         self.decay_key = None
         if decay is not None and self.ranks is None:
@@ -301,6 +306,12 @@ def _tokens_in_order(plan: AttentionPlan) -> np.ndarray:
 def _token_ranks(plan: AttentionPlan) -> np.ndarray:
     """As "ranks", with the prefix tokens in front, int64 (H or 1, T)."""
     return with_prefix(_ranks(plan), plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "ones")
+def _ones(plan: AttentionPlan) -> np.ndarray:
+    """A one for each head, float32 (H,): scalars of a decay that has none."""
+    return np.ones(plan.num_heads, dtype=np.float32)
 
 
 # The rest is for the compiled kernels along diagonals. A signed offset is o or -o; offset 0 has one sign.

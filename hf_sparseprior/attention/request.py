@@ -116,6 +116,11 @@ class AttentionRequest(NamedTuple):
         return self.key_ids is not None and not self.renormalise
 
     @property
+    def one_width(self) -> bool:
+        """Whether values are as wide as queries and keys."""
+        return self.q.shape[-1] == self.v.shape[-1]
+
+    @property
     def has_lists(self) -> bool:
         """Whether pairs lie off the diagonals that all images share."""
         return self.key_ids is not None or self.plan.has_pairs

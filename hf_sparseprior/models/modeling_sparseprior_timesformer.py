@@ -155,7 +155,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
 
         frames = to_frames(torch.cat([prefix, patches], 1), num_prefix_tokens, num_frames)
         out, weights = self.attention(self.layernorm_before(frames), grid, num_prefix_tokens, options)
-        branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
+        branch = self.branch(out, self.layerscale_attention)
         branch = from_frames(branch, num_prefix_tokens, num_frames)
         hidden_states = torch.add(torch.cat([prefix, patches], 1), branch, alpha=self.residual_scale)
 
@@ -165,7 +165,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             out = from_frames(self.mlp(frames, grid, num_prefix_tokens), num_prefix_tokens, num_frames)
         else:
             out = self.mlp(normed, grid, num_prefix_tokens)
-        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        branch = self.branch(out, self.layerscale_mlp)
         return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
 
     def forward_whole(
@@ -180,7 +180,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         if self.config.is_joint:
             seen = (frames_of(hidden_states, grid, num_prefix_tokens), *grid)
         out, weights = self.attention(self.layernorm_before(hidden_states), seen, num_prefix_tokens, options)
-        branch = self.drop_path(self.layerscale_attention(self.dropout(out)))
+        branch = self.branch(out, self.layerscale_attention)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         normed = self.layernorm_after(hidden_states)
         if self.mlp.locality and self.config.is_joint:  # it sees the neighbours of a patch in its frame
@@ -192,7 +192,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             out = torch.cat([out[:, :, :num_prefix_tokens].mean(1), patches], 1)
         else:
             out = self.mlp(normed, grid, num_prefix_tokens)
-        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)))
+        branch = self.branch(out, self.layerscale_mlp)
         return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
 
 

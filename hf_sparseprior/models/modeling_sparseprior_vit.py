@@ -216,14 +216,21 @@ class SparsePriorViTLayer(GradientCheckpointingLayer):
         if pruning is not None:
             options = options._replace(output_attentions=True, weight_rows=None if output_attentions else 1)
         out, weights = self.attention(self.layernorm_before(hidden_states), grid, num_prefix_tokens, options)
-        branch = self.drop_path(self.layerscale_attention(self.dropout(out)), grid, num_prefix_tokens)
+        branch = self.branch(out, self.layerscale_attention, grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         if pruning is not None:
             hidden_states, token_ids = pruning(hidden_states, weights[:, :, 0], token_ids, num_prefix_tokens)
         out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
-        branch = self.drop_path(self.layerscale_mlp(self.dropout(out)), grid, num_prefix_tokens)
+        branch = self.branch(out, self.layerscale_mlp, grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
         return hidden_states, weights if output_attentions else None, token_ids
+
+    def branch(self, out: Tensor, scale: nn.Module, grid: Any = None, num_prefix_tokens: int = 0) -> Tensor:
+        """What a residual branch adds, after dropout, LayerScale and stochastic depth; arguments as of `DropPath`."""
+        out = self.dropout(out)
+        if not isinstance(scale, nn.Identity):  # calls that do nothing cost as much as norms of small images
+            out = scale(out)
+        return self.drop_path(out, grid, num_prefix_tokens) if self.drop_path.rate else out
 
 
 class SparsePriorViTPreTrainedModel(BasePreTrainedModel):

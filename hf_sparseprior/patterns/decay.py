@@ -263,8 +263,8 @@ class Decay(nn.Module):
 
     def forward(self) -> DecayTensors:
         """The decay as `ops.attention` takes it: settings and tensors in one dict."""
-        tensors = {"alpha": self.alpha, "beta": self.beta, "prefix_beta": self.prefix_beta}
-        return cast("DecayTensors", {**self.settings, **tensors})
+        tensors = dict(self.settings, alpha=self.alpha, beta=self.beta, prefix_beta=self.prefix_beta)
+        return cast("DecayTensors", tensors)
 
     def no_weight_decay(self) -> set[str]:
         """Names of its parameters, none of which gets weight decay (timm's convention)."""

@@ -113,10 +113,15 @@ class PriorAttention(nn.Module):
             grid, num_prefix_tokens, layout: as in `AttentionPlan`.
             dense: without the support, for a caller that leaves its pairs out by a bias.
         """
-        decay = self.active_decay()
+        return self._plan(self.active_decay(), grid, num_prefix_tokens, dense, layout)
+
+    def _plan(
+        self, decay: Decay | None, grid: tuple[int, ...], num_prefix_tokens: int, dense: bool, layout: str
+    ) -> AttentionPlan:
+        """`plan` for a decay."""
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
-        sides = tuple(operator.index(side) for side in grid)
+        sides = tuple(map(operator.index, grid))
         prefix = operator.index(num_prefix_tokens)
         return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout, self.active_time())
 
@@ -156,18 +161,18 @@ class PriorAttention(nn.Module):
         Token pruning cannot be combined with mixers or relative positions; `prior.check_together` refuses it.
 
         Args:
-            request: has the layer's `plan`; decay, keys and relative positions are filled in here.
+            request: has the layer's `plan`; the decay, if it has none, keys and relative positions are filled in here.
             backend: as in `ops.run_plan`.
 
         Returns:
             As `ops.run_plan`.
         """
+        if request.decay is None and (decay := self.active_decay()) is not None:
+            request = request._replace(decay=decay(), training=self.training)
+        elif self.training and not request.training:
+            request = request._replace(training=True)
         if self.mixer is not None:
             return self._mix(request, backend)
-        decay = self.active_decay()
-        # Avoids copies: small calls are bound by the overhead of Python.
-        if decay is not None or self.training:
-            request = request._replace(decay=None if decay is None else decay(), training=self.training)
         if self.predictor is None and not len(self.relative_position):
             return run_plan(request, backend)
         return self._attend_with_modules(request, backend)
@@ -295,38 +300,37 @@ class SparsePriorAttention(PriorAttention):
         if not isinstance(grid, Packing):
             if rotations is not None:
                 q, k = rotate(q, rotations[0]), rotate(k, rotations[0])
-            out, weights = self._attend_heads(
-                q, k, v, self.plan(grid, num_prefix_tokens, layout=options.layout), options
-            )
+            out, weights = self._attend_heads(q, k, v, grid, num_prefix_tokens, options)
             return self.o_proj(out), weights
         outs, of_grids = [], []
         parts = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), grid.grids, strict=True)
         for number, (q, k, v, sides) in enumerate(parts):
             if rotations is not None:
                 q, k = rotate(q, rotations[number]), rotate(k, rotations[number])
-            out, weights = self._attend_heads(
-                q, k, v, self.plan(sides, num_prefix_tokens, layout=options.layout), options
-            )
+            out, weights = self._attend_heads(q, k, v, sides, num_prefix_tokens, options)
             outs.append(out)
             of_grids.append(weights)
         return self.o_proj(joined(outs)), of_grids
 
     def _attend_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: CallOptions
+        self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], num_prefix_tokens: int, options: CallOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs of the heads side by side, (B, T, H * D), and weights, of q, k, v (B, T, H, D) of one grid."""
+        decay, training = self.active_decay(), self.training
         request = AttentionRequest(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            plan,
+            self._plan(decay, grid, num_prefix_tokens, False, options.layout),
+            None if decay is None else decay(),  # not by `attend`, which copies: Python takes half of small calls
             scale=self.logit_scale,
-            dropout_p=self.attention_dropout if self.training else 0.0,
+            dropout_p=self.attention_dropout if training else 0.0,
             bias=options.bias,
             token_ids=options.token_ids,
             keep_mask=options.keep_mask,
             need_weights=options.output_attentions,
             weight_rows=options.weight_rows,
+            training=training,
         )
         out, weights = self.attend(request, options.backend)
         return out.transpose(1, 2).flatten(2), weights

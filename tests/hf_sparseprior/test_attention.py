@@ -5,11 +5,13 @@ import logging
 import pickle
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+import hf_sparseprior as sp
 from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.patterns.decay import DECAYS
@@ -76,6 +78,26 @@ def test_settings_are_parsed_where_a_prior_is_resolved_and_nowhere_after(prior):
                 with contextlib.suppress(ValueError):  # a mixer of another grid
                     layer(tokens(grid), grid, 1)
     assert counts["_attend_heads"] and not {name: counts[name] for name in parsers if counts[name]}
+
+
+@pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
+def test_a_layer_takes_few_calls(prior):
+    """Python takes a good part of the time of small images."""
+    config = sp.SparsePriorViTConfig(
+        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=48, image_size=32, patch_size=8,
+        prior=prior,
+    )  # fmt: skip
+    layer, x = sp.SparsePriorViTModel(config).eval().layers[1], torch.randn(1, 17, 24)
+    calls, package = [], Path(sp.__file__).parent
+    with torch.no_grad():
+        layer(x, (4, 4), 1)
+        sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_filename))
+        try:
+            layer(x, (4, 4), 1)
+        finally:
+            sys.setprofile(None)
+    own = [name for name in calls if package in Path(name).parents]
+    assert 15 <= len(own) <= 45 and len(set(own)) <= 12
 
 
 # ---- what the layer computes ----------------------------------------------------------------------------------------

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import logging
 import os
@@ -9,7 +10,15 @@ import torch._dynamo.testing
 
 from hf_sparseprior.attention import compiled_kernels
 from hf_sparseprior.attention import functional as ops
-from hf_sparseprior.attention.choice import BACKENDS, Backend, Crossover, slower_than_dense
+from hf_sparseprior.attention.choice import (
+    BACKENDS,
+    MOST_CHOICES,
+    Backend,
+    Crossover,
+    register_backend,
+    slower_than_dense,
+    unregister_backend,
+)
 from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, triton_device
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
@@ -274,3 +283,88 @@ def test_an_unknown_backend_is_an_error(monkeypatch, how):
 def test_an_empty_environment_variable_forces_nothing(monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "")
     call(make_leaves((2, 2), 0), "dense", None, (2, 2), 0)
+
+
+# ---- bound once -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(registries):
+    """How often a backend, which runs everything first of all, was asked whether it can."""
+    count = []
+
+    def can_run(request):
+        count.append(request.q.shape)
+
+    register_backend("asked", can_run=can_run, run=BACKENDS["reference"].run, priority=99)
+    return count
+
+
+def bound_cases():
+    plan = AttentionPlan(LayerKey(2, (3, 3)), 1, resolve_support("fibottention", 2, 9))
+    q = torch.randn(2, 2, 10, 4, generator=torch.Generator().manual_seed(0))
+    return plan, q
+
+
+def test_a_second_call_asks_no_backend(asked):
+    plan, q = bound_cases()
+    first = ops.run_plan(AttentionRequest(q, q, q, plan))[0]
+    assert len(asked) == 1
+    assert torch.equal(ops.run_plan(AttentionRequest(q, q, q, plan))[0], first) and len(asked) == 1
+    others = {
+        "batch": AttentionRequest(*[torch.cat([q, q])] * 3, plan),
+        "dtype": AttentionRequest(*[q.double()] * 3, plan),
+        "gradients": AttentionRequest(*[q.clone().requires_grad_()] * 3, plan),
+        "width of values": AttentionRequest(q, q, q[..., :2], plan),
+        "dropout": AttentionRequest(q, q, q, plan, dropout_p=0.5),
+        "weights": AttentionRequest(q, q, q, plan, need_weights=True),
+        "weight rows": AttentionRequest(q, q, q, plan, need_weights=True, weight_rows=1),
+        "bias": AttentionRequest(q, q, q, plan, bias=torch.zeros(10, 10)),
+        "keep_mask": AttentionRequest(q, q, q, plan, keep_mask=torch.ones(2, 10)),
+        "token_ids": AttentionRequest(*[q[:, :, :4]] * 3, plan, token_ids=torch.tensor([[0, 1, 2]] * 2)),
+        "top_k": AttentionRequest(q, q, q, plan, top_k=3),
+        "another plan": AttentionRequest(q, q, q, bound_cases()[0]),
+    }
+    for number, (name, request) in enumerate(others.items(), start=2):
+        for _ in range(2):
+            ops.run_plan(request)
+            assert len(asked) == number, name
+
+
+def test_a_kept_choice_gives_way(asked, monkeypatch):
+    plan, q = bound_cases()
+    request = AttentionRequest(q, q, q, plan)
+    for _ in range(2):
+        ops.run_plan(request)
+    register_backend("newer", can_run=lambda request: None, run=lambda request: (request.v, None), priority=100)
+    assert ops.run_plan(request)[0] is q
+    unregister_backend("newer")
+    assert ops.run_plan(request)[0] is not q and len(asked) == 2
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "sdpa")
+    ops.run_plan(request)
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "frames")
+    with pytest.raises(ValueError, match="SPARSEPRIOR_BACKEND='frames' cannot run this attention"):
+        ops.run_plan(request)
+    monkeypatch.delenv("SPARSEPRIOR_BACKEND")
+    ops.run_plan(request)
+    assert len(asked) == 2
+    with pytest.raises(ValueError, match="tokens must be 1 prefix tokens"):
+        ops.run_plan(AttentionRequest(*[q[:, :, 1:]] * 3, plan))
+
+
+def test_every_call_is_logged_alike(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_sparseprior"), "propagate", True)
+    plan, q = bound_cases()
+    with caplog.at_level(logging.DEBUG, logger="hf_sparseprior.ops"):
+        for backend in ("auto", "auto", "reference", "reference"):
+            ops.run_plan(AttentionRequest(q, q, q, plan), backend)
+    first, second, third, fourth = [record.getMessage() for record in caplog.records]
+    assert first == second and "; not " in first and third == fourth == "layer 0: reference (forced)"
+
+
+def test_choices_do_not_pile_up():
+    plan, q = bound_cases()
+    for batch in range(2 * MOST_CHOICES):
+        ops.run_plan(AttentionRequest(*[q[:1].expand(batch + 1, -1, -1, -1)] * 3, plan), "sdpa")
+        assert 1 <= len(plan.choices) <= MOST_CHOICES
+    assert not copy.deepcopy(plan).choices

@@ -1,14 +1,19 @@
 """The C++ kernel of weights along diagonals, against a loop over pairs in float64, and how operators are called."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
+from hf_sparseprior.attention.kernels import KEPT_BYTES
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import diagonal_cpu, weights_cpu
 from hf_sparseprior.kernels.calling import call, records
+from hf_sparseprior.patterns.decay import make_decay
 from hf_sparseprior.patterns.supports import LayerKey
+from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 
 NAMES = ("positions_in_order", "signed_offsets", "offset_counts", "pair_begin")
@@ -266,3 +271,54 @@ def test_layers_of_a_model_share_what_follows_from_the_decay():
     # Orders of heads are a plan's own.
     own = [plan_table(PLANS["orders"](), "positions_in_order", device) for _ in range(2)]
     assert own[0] is not own[1] and torch.equal(*own)
+
+
+# ---- what is kept of a decay ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", ["violin", "fibottention+violin", "window+manhattan"])
+def test_what_is_kept_of_a_decay_follows_its_scalars(prior):
+    """However they change: by an optimizer, through `.data`, in another dtype, or as another decay of the layer."""
+    resolved = resolve_prior(prior, 2, (5, 6))
+    layer = PriorAttention(2, resolved).eval()
+    q = torch.randn(1, 2, 31, 8, generator=torch.Generator().manual_seed(0))
+    request = AttentionRequest(q, q, q, layer.plan((5, 6), 1))
+    seen = []
+
+    def check():
+        for _ in range(2):
+            with torch.no_grad():
+                out, expected = (layer.attend(request, backend)[0] for backend in ("cpp", "reference"))
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        seen.append(out)
+
+    decay = layer.decay_bias
+    check()
+    assert request.plan.of_decay
+    decay.beta.data.sub_(4.0)
+    check()
+    decay.alpha.data.mul_(3.0)
+    check()
+    optimizer = torch.optim.SGD(decay.parameters(), lr=5.0)
+    layer.attend(request, "cpp")[0].square().sum().backward()
+    optimizer.step()
+    check()
+    layer.decay_bias = make_decay(resolved["decay"], 2)
+    check()
+    layer.decay_bias.double()
+    layer.decay_bias.beta.data.sub_(2.0)
+    check()
+    assert all(not torch.equal(one, other) for one, other in pairwise(seen))
+    with torch.inference_mode():
+        layer.attend(request, "cpp")
+    layer.attend(AttentionRequest(*[q.clone().requires_grad_()] * 3, request.plan), "cpp")[0].sum().backward()
+
+
+def test_nothing_large_is_kept_of_a_decay():
+    resolved = resolve_prior({"support": {"name": "window", "w": 40}, "decay": "violin"}, 4, (40, 40))
+    layer = PriorAttention(4, resolved).eval()
+    q = torch.zeros(1, 4, 1600, 2)
+    request = AttentionRequest(q, q, q, layer.plan((40, 40)))
+    with torch.no_grad():
+        layer.attend(request, "cpp")
+    assert request.plan.offset_pairs * 4 > KEPT_BYTES and not request.plan.of_decay
