@@ -4,7 +4,9 @@ First, small calls: microseconds of one layer's attention over few patches, with
 `scaled_dot_product_attention` over all pairs. A call has the layer's part (decay, plan), the choice of the backend, and
 the operator.
 
-Second, new image sizes: milliseconds that the plans and tables of all layers of a model take when a size comes for
+Second, whole layers over as many patches, next to a layer of transformers' ViT of the same sizes.
+
+Third, new image sizes: milliseconds that the plans and tables of all layers of a model take when a size comes for
 the first time. Times are taken around `AttentionPlan` and its tables, in forward passes at sizes that are new to the
 model.
 """
@@ -16,15 +18,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import ViTConfig, ViTModel
 
 from hf_sparseprior.attention.choice import choose_backend
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
+from hf_sparseprior.models.modeling_sparseprior_vit import SparsePriorViTModel
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import parse_prior, resolve_prior
 from tasks.benchmark import commands, report
@@ -34,6 +40,7 @@ from tasks.common.command import run_command
 from tasks.common.results import write_results
 
 DENSE = "scaled_dot_product_attention"
+STOCK = "transformers"
 PATCH = 16  # pixels: the distance of two sizes with other grids
 
 
@@ -57,6 +64,24 @@ def small_calls(priors: list[str], side: int, arguments: argparse.Namespace) -> 
         calls[prior], chosen[prior] = call, choose_backend(request)
     seconds = interleave(calls, device, arguments.budget, arguments.rounds)
     return {name: {"seconds": spread(values), "backend": chosen[name]} for name, values in seconds.items()}
+
+
+def whole_layers(priors: list[str], side: int, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds of a ViT layer over side x side patches and a class token, by prior: spreads of the rounds."""
+    dtype, device = report.machine_of(arguments)
+    hidden = arguments.heads * arguments.width
+    sizes = {
+        "hidden_size": hidden, "num_hidden_layers": 1, "num_attention_heads": arguments.heads,
+        "intermediate_size": 4 * hidden, "image_size": side * PATCH, "patch_size": PATCH,
+    }  # fmt: skip
+    stock = ViTModel(ViTConfig(**sizes, attn_implementation="sdpa")).to(device, dtype).eval()
+    tokens = torch.randn(1, side * side + 1, hidden, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    calls: dict[str, Callable[[], object]] = {STOCK: partial(stock.layers[0], tokens)}
+    for prior in ["dense", *priors]:
+        model = SparsePriorViTModel(SparsePriorViTConfig(**sizes, prior=prior)).to(device, dtype).eval()
+        calls[prior] = partial(model.layers[0], tokens, (side, side), 1)
+    seconds = interleave(calls, device, arguments.budget, arguments.rounds)
+    return {name: spread(values) for name, values in seconds.items()}
 
 
 @contextmanager
@@ -114,6 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
     report.print_provenance(results)
     with torch.no_grad():
         results["calls"] = small_calls(arguments.priors, arguments.side, arguments)
+        results["layers"] = whole_layers(arguments.priors, arguments.side, arguments)
         results["plans"] = {}
         for prior in arguments.priors:
             results["plans"][prior] = new_sizes(prior, arguments)
@@ -124,6 +150,13 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     print(f"\none layer, {arguments.side**2} patches, microseconds")
     print(report.text_table(["", "backend", "median", "first quartile", "third quartile"], rows))
+    base = results["layers"][STOCK]["median"]
+    rows = [
+        [name, *(f"{1e6 * own[key]:.1f}" for key in ("median", "lower", "upper")), f"{own['median'] / base:.3f}"]
+        for name, own in results["layers"].items()
+    ]
+    print(f"\none ViT layer, {arguments.side**2} patches, microseconds")
+    print(report.text_table(["", "median", "first quartile", "third quartile", f"of {STOCK}"], rows))
     rows = [
         [name, *(f"{1e3 * own[key]:.2f}" for key in ("median", "lower", "upper"))]
         for name, own in results["plans"].items()

@@ -19,6 +19,8 @@ def test_calls_and_new_sizes_are_timed(tmp_path, capsys):
     results = json.loads(out.read_text())
     assert set(results["calls"]) == {overhead.DENSE, "fibottention", "violin"}
     assert all(1e-6 < own["seconds"]["median"] < 1 for own in results["calls"].values())
+    assert set(results["layers"]) == {overhead.STOCK, "dense", "fibottention", "violin"}
+    assert all(1e-6 < own["median"] < 1 for own in results["layers"].values())
     assert set(results["plans"]) == {"fibottention", "violin"}
     assert all(1e-5 < own["median"] < 1 for own in results["plans"].values())
     assert "microseconds" in (said := capsys.readouterr().out) and "96 px" in said
