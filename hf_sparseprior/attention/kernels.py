@@ -154,7 +154,7 @@ def _decay_scalars(request: AttentionRequest) -> DecayScalars:
     assert request.decay is not None
     alpha_H, gamma_H = request.decay.get("alpha"), prefix_weights(request.decay, torch.float32)
     if alpha_H is None or gamma_H is None:
-        ones = plan_table(request.plan, "ones", request.q.device)
+        ones = torch.ones(request.plan.num_heads, device=request.q.device)
         alpha_H, gamma_H = ones if alpha_H is None else alpha_H, ones if gamma_H is None else gamma_H
     return DecayScalars(log_gamma(request.decay["beta"].float()), alpha_H.float(), gamma_H)
 

@@ -308,12 +308,6 @@ def _token_ranks(plan: AttentionPlan) -> np.ndarray:
     return with_prefix(_ranks(plan), plan.num_prefix_tokens)
 
 
-@registering("table", TABLES, "ones")
-def _ones(plan: AttentionPlan) -> np.ndarray:
-    """A one for each head, float32 (H,): scalars of a decay that has none."""
-    return np.ones(plan.num_heads, dtype=np.float32)
-
-
 # The rest is for the compiled kernels along diagonals. A signed offset is o or -o; offset 0 has one sign.
 
 
