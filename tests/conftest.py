@@ -97,6 +97,7 @@ def memory():
     return min(amounts) if space > 4 * GIBIBYTE and os.access(MEMORY, os.W_OK) else 0
 
 
+@pytest.hookimpl(trylast=True)  # a sample of what -k and -m choose
 def pytest_collection_modifyitems(items, config):
     """Files with slow tests come first, so that two processes which take file after file end at about the same time."""
     if number := config.getoption("sample"):
@@ -136,15 +137,18 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture
 def registries():
-    """The registries of supports, decays and backends, which afterwards hold what they held before."""
-    from hf_sparseprior.attention.choice import BACKENDS, unregister_backend
+    """The registries of supports, decays, backends and families, which afterwards hold what they held before."""
+    from hf_sparseprior.attention.choice import BACKENDS, _sort_backends
+    from hf_sparseprior.base.families import FAMILIES, unregister_family
     from hf_sparseprior.patterns.decay import DECAYS
     from hf_sparseprior.patterns.supports import SUPPORTS
 
-    before, backends = [dict(registry) for registry in (SUPPORTS, DECAYS)], list(BACKENDS)
+    registries = SUPPORTS, DECAYS, BACKENDS
+    before, families = [dict(registry) for registry in registries], set(FAMILIES)
     yield
-    for registry, entries in zip((SUPPORTS, DECAYS), before, strict=True):
+    for name in FAMILIES.keys() - families:
+        unregister_family(name)
+    for registry, entries in zip(registries, before, strict=True):
         registry.clear()
         registry.update(entries)
-    for name in BACKENDS.keys() - backends:
-        unregister_backend(name)
+    _sort_backends()

@@ -2,6 +2,7 @@
 
 fresh: in a clone of HEAD `make demo` sets up all it needs.
 tests: `make test` in that clone.
+extended: of all tests, with what the how-to pages add in every registry, the rows that document it fail alone.
 docs: `make docs` warns of nothing.
 notebooks: each runs.
 wheel: wheel and sdist are built; the wheel asks for no newer system than its name says, is installed into an empty
@@ -36,6 +37,7 @@ from pathlib import Path
 from hf_sparseprior.kernels import build
 from tests import hub_layout
 from tests.hf_sparseprior.kernels.test_hub_layout import TRY as TRY_LAYOUT
+from tests.pasted import DOCUMENTS, failures
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "outputs" / "release"
@@ -163,6 +165,17 @@ def tests() -> None:
     """All tests in a clone."""
     make("test", clone())
     shutil.rmtree(RELEASE / "clone")
+
+
+def extended() -> None:
+    """All tests, with what the how-to pages add in every registry."""
+    words = [
+        *("-p", "tests.pasted", "-p", "no:cacheprovider", "-n", "auto", "--dist", "loadfile", "-q", "-rfE"),
+        "tests",
+    ]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    others = failures(done.stdout) - DOCUMENTS
+    assert not others and " passed" in done.stdout, f"failed: {', '.join(sorted(others)) or done.stdout[-200:]}"
 
 
 def docs() -> None:
@@ -337,6 +350,7 @@ def licences() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     **{
         "licences": licences,
+        "extended": extended,
         "docs": docs,
         "notebooks": notebooks,
         "wheel": wheel,

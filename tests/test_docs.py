@@ -31,7 +31,7 @@ def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path)
     support = config.prior["support"]
     outs = [
         sp.ops.attention(q, k, v, support, num_prefix_tokens=1, grid=(3, 4), backend=backend)
-        for backend in ("small", "diagonal")
+        for backend in ("few_tokens", "diagonal")
     ]
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
     assert len(examples) == 3

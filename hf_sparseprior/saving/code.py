@@ -27,6 +27,7 @@ from hf_sparseprior.base.version import __version__
 
 PACKAGE = "hf_sparseprior"
 NOT_CARRIED = f"{PACKAGE}.kernels"  # imported where the package is installed, see `compiled_kernels`
+LOADED = "transformers_modules."  # the package in which transformers has the code of saved models
 SECTIONS = name_sections.__module__
 FUTURE = "from __future__ import annotations"
 
@@ -36,7 +37,8 @@ def write_code(folder: str | os.PathLike, entries: Sequence[str]) -> None:
 
     Args:
         folder: where the model is saved.
-        entries: the modules of its classes. If they come from a saved folder, the files next to them are copied.
+        entries: the modules of its classes. If they come from a saved folder, the files next to them are copied. Of
+            other people's modules transformers copies each, and they need this package where they are loaded.
     """
     for name, text in code_files(tuple(entries)).items():
         write_text(Path(folder) / name, text)
@@ -49,6 +51,8 @@ def code_files(entries: tuple[str, ...]) -> dict[str, str]:
     Raises:
         ValueError: for an import or a name that cannot be joined; the message has module and line.
     """
+    if not all(_ours(name) or name.startswith(LOADED) for name in entries):
+        return {}
     if not all(_ours(name) for name in entries):
         folders = {Path(file).parent for name in entries if (file := sys.modules[name].__file__)}
         files = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]

@@ -122,6 +122,15 @@ def _leaves(variant, dtype):
     return make_leaves((3, 4), 1, variant, dtype=dtype)
 
 
+def shipped(registry, of=lambda entry: entry):
+    """Names of the package's own entries, for tests that state what each of them does; others may be registered too."""
+    return [name for name, entry in registry.items() if of(entry).__module__.startswith("hf_sparseprior.")]
+
+
+SHIPPED_SUPPORTS = shipped(SUPPORTS, lambda support: support.function)
+SHIPPED_BACKENDS = shipped(BACKENDS, lambda backend: backend.run)
+
+
 def runnable(backend, support, variants=DECAY_VARIANTS, dtype=torch.float64, **fields):
     """The variants of a decay that a backend runs with a support."""
     return [variant for variant in variants if refusal(backend, support, variant, dtype, **fields) is None]

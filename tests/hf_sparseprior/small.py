@@ -19,6 +19,15 @@ SMALL = {
     "sparseprior_convit": CONVIT,
     "sparseprior_iformer": IFORMER,
 }
+
+
+def known_family(family, table):
+    """The family in a table of sizes whose config that of `family` is, or extends."""
+    kinds = FAMILIES[family].config_class.__mro__
+    return next(kind.model_type for kind in kinds if getattr(kind, "model_type", None) in table)
+
+
+SMALL.update({name: SMALL[known_family(name, SMALL)] for name in FAMILIES})  # those that this table does not know, too
 # Of each family a field, a value that is too large, the number in the message, and the limit that refuses it.
 COMMON_SIZES = {
     "num_channels": (10**9, 10**9, "width"),
@@ -62,6 +71,12 @@ SIZES = {
         **COMMON_SIZES,
     },
 }
+SIZES.update({name: SIZES[known_family(name, SIZES)] for name in FAMILIES})
+
+
+def shipped_families():
+    """Names of the package's own families, for tests that state what each of them does."""
+    return [name for name, family in FAMILIES.items() if family.config_class.__module__.startswith("hf_sparseprior.")]
 
 
 def small(family, **options):

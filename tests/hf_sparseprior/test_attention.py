@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional as F
 
 import hf_sparseprior as sp
-from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, has_pairs
 from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 from hf_sparseprior.priors.prior import prior_names, resolve_prior
+from tests.hf_sparseprior.attention_cases import SHIPPED_BACKENDS
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
@@ -135,7 +135,7 @@ def runs(backend, prior):
     return sparse.get(backend, backend == "sdpa" and not decay)
 
 
-OTHERS = [(backend, prior) for backend in BACKENDS if backend != "reference" for prior in PRIORS]
+OTHERS = [(backend, prior) for backend in SHIPPED_BACKENDS if backend != "reference" for prior in PRIORS]
 
 
 @pytest.mark.parametrize(("backend", "prior"), [case for case in OTHERS if runs(*case)])

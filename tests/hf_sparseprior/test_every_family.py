@@ -112,7 +112,7 @@ def test_training_lowers_the_loss(name):
     model, pixels = make(name).train(), images(name)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
-    for _ in range(15):
+    for _ in range(25):
         optimizer.zero_grad()
         loss = model(pixels, labels=torch.tensor([0, 2])).loss
         loss.backward()

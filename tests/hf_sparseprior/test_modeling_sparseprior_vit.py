@@ -127,9 +127,12 @@ def decay_by_hand(config, scalars, grid, prefix):
         assert list(grid) == decay["grid"]
         place = scalars["order"].flatten()
         distances = [abs(place[:, None] - place).numpy()]
-    else:
+    elif decay["name"] == "violin":
         ranks = [curve_rank(curve, grid).ravel() for curve in decay["curves"]]
         distances = [abs(rank[:, None] - rank) for rank in ranks]
+    else:  # one that this does not know: by the positions that it declares
+        positions = DECAYS[decay["name"]].positions(decay, grid)
+        distances = [sum(abs(axis[:, None] - axis) for axis in curve) for curve in positions]
     powers = [gamma[c][:, None, None] ** torch.tensor(d) for c, d in enumerate(distances)]
     weights = torch.ones(heads, prefix + len(rows), prefix + len(rows), dtype=torch.float64)
     if "prefix_beta" in scalars:

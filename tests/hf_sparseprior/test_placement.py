@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.attention.functional import attention, run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
@@ -23,6 +22,7 @@ from hf_sparseprior.patterns.decay import (
     transposed_rank,
 )
 from hf_sparseprior.patterns.supports import LayerKey, build_mask, resolve_support
+from tests.hf_sparseprior.attention_cases import SHIPPED_BACKENDS
 
 GRID, HEADS = (3, 4), 2
 SUPPORTS = {
@@ -133,7 +133,7 @@ def test_gradients_of_every_placement(placement, support):
 @pytest.mark.parametrize("placement", [placement for placement in PLACEMENTS if placement != "multiply"])
 def test_only_the_reference_places_m_elsewhere(placement):
     found = leaves()
-    for backend in (backend for backend in BACKENDS if backend != "reference"):
+    for backend in (backend for backend in SHIPPED_BACKENDS if backend != "reference"):
         with pytest.raises(ValueError, match="cannot run this attention"):
             attend(found, placement, "sparse", 1, backend=backend)
     with pytest.raises(ValueError, match=r"placement='add' of the decay is for the reference alone"):
@@ -295,8 +295,8 @@ def test_backends_take_a_learned_order(backend):
 
 
 def test_backends_refuse_a_learned_order():
-    refused = [(name, "sparse") for name in BACKENDS if name not in ("reference", *LEARNED_ORDER_BACKENDS)]
-    refused += [(name, "dense") for name in BACKENDS if name != "reference"]
+    refused = [(name, "sparse") for name in SHIPPED_BACKENDS if name not in ("reference", *LEARNED_ORDER_BACKENDS)]
+    refused += [(name, "dense") for name in SHIPPED_BACKENDS if name != "reference"]
     for backend, support in refused:
         with pytest.raises(ValueError, match=f"^backend='{backend}' cannot run this attention: "):
             learned_order_attention(backend, support)

@@ -10,7 +10,6 @@ from transformers import SwinConfig, SwinModel, ViTConfig, ViTMAEConfig, ViTMAEM
 
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.patterns.decay import DECAYS, decay_mask
 from hf_sparseprior.patterns.relative_offsets import (
@@ -23,6 +22,7 @@ from hf_sparseprior.patterns.supports import build_mask
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 from tests.hf_sparseprior.attention_calls import attend, make_request
+from tests.hf_sparseprior.attention_cases import SHIPPED_BACKENDS
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12
 PATCHES = [(row, column) for row in range(GRID[0]) for column in range(GRID[1])]
@@ -209,7 +209,7 @@ def test_extras_add_up():
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "sdpa", "frames")])
+@pytest.mark.parametrize("backend", [name for name in SHIPPED_BACKENDS if name not in ("reference", "sdpa", "frames")])
 def test_sparse_backends_refuse_a_bias(backend):
     layer = layer_with("fibottention+swin_rpb")
     with pytest.raises(ValueError, match="cannot run this attention: a bias is added to the logits of all pairs"):

@@ -13,14 +13,14 @@ import torch
 import hf_sparseprior
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.saving import code
-from tests.hf_sparseprior.small import small
+from tests.hf_sparseprior.small import SMALL, shipped_families, small
 from tests.processes import run_script
 
 ROOMS = {"base", "patterns", "attention", "priors", "saving", "models"}
 PACKAGE = Path(hf_sparseprior.__file__).parent
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", shipped_families())
 def test_model_and_configuration_are_saved_with_the_same_eight_files(family, tmp_path):
     torch.manual_seed(0)
     config = small(family)
@@ -44,7 +44,7 @@ def definitions(source: str) -> list[str]:
     return [ast.dump(WithoutImports().visit(node)) for node in nodes]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", shipped_families())
 def test_the_files_hold_the_definitions_of_the_modules(family):
     """And all of a module where one of its names is needed."""
     files = code.code_files(FAMILIES[family].modules)
@@ -56,6 +56,39 @@ def test_the_files_hold_the_definitions_of_the_modules(family):
     expected = [each for path in modules for each in definitions(path.read_text())]
     assert sorted(expected) == sorted(each for text in files.values() for each in definitions(text))
     assert len(set(expected)) == len(expected) > 300
+
+
+FOREIGN_FAMILY = """
+import hf_sparseprior as sp
+
+class ForeignConfig(sp.SparsePriorViTConfig):
+    model_type = "foreign_vit"
+
+class ForeignModel(sp.SparsePriorViTModel):
+    config_class = ForeignConfig
+
+sp.register_family(sp.Family(ForeignConfig, {"AutoModel": ForeignModel}, "Foreign", "ViT"))
+"""
+LOAD = """
+import sys, torch
+from transformers import AutoModel
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules") and model.config.model_type == "foreign_vit"
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_of_other_peoples_code_that_of_the_family_alone_is_saved(tmp_path, monkeypatch, registries):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "foreign_family.py").write_text(FOREIGN_FAMILY)
+    (tmp_path / "mine" / "private.py").write_text("PASSWORD = 1")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    foreign = importlib.import_module("foreign_family")
+    foreign.ForeignModel(foreign.ForeignConfig(**SMALL["sparseprior_vit"])).save_pretrained(tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").glob("*.py")] == ["foreign_family.py"]
+    run_script(LOAD, str(tmp_path / "saved"), str(tmp_path / "again"), folder=tmp_path, package=True)
+    for name in ("foreign_family.py", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
 
 
 SAVE_AGAIN = """

@@ -1,0 +1,47 @@
+"""A plugin of pytest: `-p tests.pasted` runs what the how-to pages register before any test is collected.
+
+What they add is then in every registry that tests run over. `test_extension.py` runs cases of it, and
+`tests.release extended` all tests.
+"""
+
+import importlib
+import re
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+
+ADDED = ("every_other", "columns", "few_tokens", "cross", "sandwich_vit")
+# What may fail then: each name is to stand in the table of what exists.
+DOCUMENTS = {
+    f"tests/test_readme.py::test_every_registered_name_is_in_the_table_of_what_exists[{name}]"
+    for name in ADDED
+    if name != "sandwich_vit"  # families stand there in words
+}
+PAGES = sorted((Path(__file__).parents[1] / "docs" / "how-to").glob("*.md"))
+
+
+def blocks():
+    """The code blocks of the pages that register something, by the name of the module that each is here."""
+    return {
+        f"pasted_{page.stem}_{number}".replace("-", "_"): block
+        for page in PAGES
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+        if "sp.register_" in block
+    }
+
+
+def failures(output):
+    """The tests that failed, by the summary of a run with -rfE."""
+    return set(re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE))
+
+
+def pytest_configure(config):
+    """Before collection, in each process. Each block is a module: settings are read from it, saved models take it."""
+    folder = tempfile.mkdtemp(prefix="pasted_")
+    sys.path.insert(0, folder)
+    config.add_cleanup(lambda: sys.path.remove(folder))
+    for name, block in blocks().items():
+        Path(folder, f"{name}.py").write_text(block)
+        with redirect_stdout(None):  # through which processes of pytest-xdist speak with each other
+            importlib.import_module(name)

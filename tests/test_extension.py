@@ -1,0 +1,31 @@
+"""What the how-to pages add is tested by tests that do not know it, and nothing fails but the row that documents it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pasted import ADDED, DOCUMENTS, blocks, failures
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_pages_add_what_is_expected():
+    """A support of offsets, one of pairs, a decay, a backend and a family; another page would be pasted, too."""
+    text = "".join(blocks().values())
+    assert all(f'"{name}"' in text for name in ADDED) and len(re.findall(r"sp\.register_", text)) == len(ADDED)
+
+
+@pytest.mark.slow
+def test_cases_of_what_the_pages_add_fail_nothing_but_their_rows():
+    command = [
+        *(sys.executable, "-m", "pytest", "-p", "tests.pasted", "-p", "no:cacheprovider", "-q", "-rfE", "--sample=4"),
+        *("-m", "not slow", "-k", " or ".join(ADDED), "tests"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
+    assert failures(done.stdout) == DOCUMENTS and passed > 100, done.stdout[-3000:]
