@@ -11,6 +11,8 @@ import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import tasks
+
 ADDED = ("every_other", "columns", "few_tokens", "cross", "sandwich_vit")
 # What may fail then: each name is to stand in the table of what exists.
 DOCUMENTS = {
@@ -31,6 +33,15 @@ def blocks():
     }
 
 
+def task_files():
+    """The files of the task that a page adds, by their paths."""
+    page = (PAGES[0].parent / "add-task.md").read_text()
+    files = dict(re.findall(r'```py title="(tasks/\S+)"\n(.*?)```', page, re.DOTALL))
+    train = files["tasks/turned/train.py"]
+    evaluate = train.replace("hf_run import train_main", "evaluate import evaluate_main")
+    return {**files, "tasks/turned/evaluate.py": evaluate.replace("train_main", "evaluate_main")}
+
+
 def failures(output):
     """The tests that failed, by the summary of a run with -rfE."""
     return set(re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE))
@@ -45,3 +56,8 @@ def pytest_configure(config):
         Path(folder, f"{name}.py").write_text(block)
         with redirect_stdout(None):  # through which processes of pytest-xdist speak with each other
             importlib.import_module(name)
+    for name, text in task_files().items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    tasks.__path__.append(str(Path(folder, "tasks")))

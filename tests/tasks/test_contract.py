@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,19 @@ def classification(folder: Path) -> list[str]:
     return write_config(folder, content)
 
 
+def turned(folder: Path) -> list[str]:
+    """The task of docs/how-to/add-task.md, with a model that drops paths."""
+    content = {
+        "data": {"source": "digits", "limit_train": 40, "limit_validation": 20, "limit_test": 20},
+        "model": {
+            "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "drop_path_rate": 0.2,
+        },
+        "trainer": TRAINER,
+    }  # fmt: skip
+    return write_config(folder, content)
+
+
 def pretraining(folder: Path) -> list[str]:
     """DINO on digits, with a student that drops paths, so that the order of all draws matters."""
     content = {
@@ -207,6 +221,13 @@ ROWS = (
         ("--episodes", "1", "--max-steps", "8"), False,
     ),
 )  # fmt: skip
+if find_spec("tasks.turned"):  # of docs/how-to/add-task.md, see tests/pasted.py
+    ROWS += (
+        Row(
+            "turned", (), turned, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy",
+            "trains on 160 images of 4 classes (train), validates on 80 images (validation), tests on 80 images (test)",
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
