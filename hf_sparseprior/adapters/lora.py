@@ -161,17 +161,17 @@ def _target_names(model: nn.Module, names: Sequence[str], targets: str | Sequenc
         ends = choices[targets or DEFAULT_TARGETS]
         pattern = re.compile(LAYER + f"(?:{'|'.join(re.escape(end) for end in ends)})")
         within = f"{encoder}." if encoder else ""
-        found = [name for name in names if name.startswith(within) and pattern.fullmatch(name)]
-        if not found:
+        chosen = [name for name in names if name.startswith(within) and pattern.fullmatch(name)]
+        if not chosen:
             raise ValueError(f"{type(model).__name__} has no modules named {', '.join(ends)} in transformer layers")
-        return found
-    found = []
+        return chosen
+    chosen = []
     for target in targets:
         matches = [name for name in names if name == target or name.endswith(f".{target}")]
         if not matches:
             raise ValueError(f"targets: {type(model).__name__} has no module {target!r}")
-        found += [name for name in matches if name not in found]
-    return found
+        chosen += [name for name in matches if name not in chosen]
+    return chosen
 
 
 def _check_modules(model: nn.Module, names: Sequence[str], wanted: Sequence[str]) -> None:

@@ -140,12 +140,12 @@ def _check_modules(model: nn.Module, written: Mapping[str, Any]) -> None:
 def _check_taken(config: Any, written: Mapping[str, Any]) -> None:
     """Refuse values that peft replaced. Decays have more settings than need be written."""
     for key, value in written.items():
-        found = getattr(config, key)
-        found = sorted(found) if isinstance(found, set) else found
+        taken = getattr(config, key)
+        taken = sorted(taken) if isinstance(taken, set) else taken
         if key in ("inference_mode", "peft_type", "decay") or value is None:
             continue
-        if found != (sorted(value) if isinstance(getattr(config, key), set) and isinstance(value, list) else value):
-            raise ValueError(f"{key}={shortened(value)} would become {shortened(found)}")
+        if taken != (sorted(value) if isinstance(getattr(config, key), set) and isinstance(value, list) else value):
+            raise ValueError(f"{key}={shortened(value)} would become {shortened(taken)}")
 
 
 def _check_weights(file: Path, weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -156,5 +156,5 @@ def _check_weights(file: Path, weights: Mapping[str, Tensor], wanted: Mapping[st
         if name not in wanted:
             raise OSError(f"{file} has weights for which its config has no place in the model: {name}")
         if weights[name].shape != wanted[name].shape:
-            found, needed = tuple(weights[name].shape), tuple(wanted[name].shape)
-            raise OSError(f"{file} has weights of another shape than its config: {name} {found}, not {needed}")
+            shape, needed = tuple(weights[name].shape), tuple(wanted[name].shape)
+            raise OSError(f"{file} has weights of another shape than its config: {name} {shape}, not {needed}")

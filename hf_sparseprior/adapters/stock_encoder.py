@@ -107,15 +107,15 @@ def find_encoder(model: nn.Module) -> Encoder | TimmEncoder:
         ValueError: if there are several, or none that takes a prior; the message says which module prevents it, and
             why.
     """
-    found = [name for name, module in model.named_modules() if type(module).__name__ in STOCK_FAMILIES]
-    found += (of_timm := timm_names(model))
-    if len(found) != 1:
-        raise ValueError(_no_encoder(model) if not found else f"{type(model).__name__} has several: {found}")
+    names = [name for name, module in model.named_modules() if type(module).__name__ in STOCK_FAMILIES]
+    names += (of_timm := timm_names(model))
+    if len(names) != 1:
+        raise ValueError(_no_encoder(model) if not names else f"{type(model).__name__} has several: {names}")
     if of_timm:
         return timm_encoder(model, of_timm[0])
-    embeddings = model.get_submodule(found[0])
+    embeddings = model.get_submodule(names[0])
     family = STOCK_FAMILIES[type(embeddings).__name__]
-    name = found[0].rpartition(".")[0]
+    name = names[0].rpartition(".")[0]
     prefix = f"{name}." if name else ""
     attention = {
         prefix + inner: module
@@ -123,7 +123,7 @@ def find_encoder(model: nn.Module) -> Encoder | TimmEncoder:
         if type(module).__name__ == family.attention and (family.untouched or "\n") not in inner
     }
     if not attention:
-        raise ValueError(f"{type(model).__name__} has embeddings {found[0]!r} but no {family.attention}")
+        raise ValueError(f"{type(model).__name__} has embeddings {names[0]!r} but no {family.attention}")
     config = getattr(next(iter(attention.values())), "config", None) or model.get_submodule(name).config
     return Encoder(name, family, embeddings, attention, config)
 

@@ -186,8 +186,8 @@ def _problem(encoder: Any, family: StockFamily) -> str | None:
     if getattr(dropout, "prob", 0) > 0:
         return f"patch_drop ({type(dropout).__name__}) hides from the layers which patches are left; patch_drop_rate=0"
     for name, block in _blocks(encoder).items():
-        found = {f"{name}.{inner}": module for inner, module in block.named_modules() if _is_attention(module)}
-        for inner, module in (found or {name: block}).items():
+        modules = {f"{name}.{inner}": module for inner, module in block.named_modules() if _is_attention(module)}
+        for inner, module in (modules or {name: block}).items():
             if class_path(module) not in FORWARDS:
                 return f"{inner} ({type(module).__name__}) computes attention in a way that is not known here"
             if "forward" in vars(module):

@@ -275,9 +275,9 @@ class _DecayTuner:
         if not targets:
             setattr(model, ATTACHED, attach(model, parse_prior(None), for_adapters=True))
             targets = _attention_layers(model)
-        if own := [name for name, module in targets.items() if module.decay_bias is not None]:
+        if decayed := [name for name, module in targets.items() if module.decay_bias is not None]:
             raise ValueError(
-                f"{type(model).__name__} has a decay of its own in {own[0]!r}, which an adapter cannot replace; "
+                f"{type(model).__name__} has a decay of its own in {decayed[0]!r}, which an adapter cannot replace; "
                 "give it a prior without a decay, or remove it with hf_sparseprior.remove_prior(model)"
             )
         layers = list(range(len(targets))) if peft_config.decay_layers is None else peft_config.decay_layers
@@ -430,10 +430,10 @@ def _resolve_over_time(config: Any, model: Any) -> ResolvedDecay:
         ValueError: for a `time` that the model or the decay does not have.
     """
     layer = next(iter(_attention_layers(model).values()), None)
-    own: Time = "frame" if layer is None else layer.time
-    time = own if config.time is None else check_time(config.time)
-    if layer is not None and layer.prior["support"]["name"] != "dense" and time != own:
-        raise ValueError(f"time={time!r} must be {own!r}, as the support of {type(model).__name__} sees time")
+    model_time: Time = "frame" if layer is None else layer.time
+    time = model_time if config.time is None else check_time(config.time)
+    if layer is not None and layer.prior["support"]["name"] != "dense" and time != model_time:
+        raise ValueError(f"time={time!r} must be {model_time!r}, as the support of {type(model).__name__} sees time")
     try:
         resolved = resolve_prior({"decay": config.decay, "time": time}, 1, _patch_grid(model))
     except ValueError as error:
@@ -464,27 +464,27 @@ def _check_saved_modules(config: Any, model: nn.Module) -> None:
 
 
 def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
-    found = {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
-    return {name: module for name, module in found.items() if module.takes_prior}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PriorAttention)}
+    return {name: module for name, module in layers.items() if module.takes_prior}
 
 
 def _base_prior(model: nn.Module) -> dict[str, Any]:
     """What a decay is trained on top of: the support of the first layer, and the names of the extras."""
     prior = next(iter(_attention_layers(model).values())).prior
-    found = {"support": prior["support"], "extras": [extra["name"] for extra in prior["extras"]]}
-    return {**found, "time": prior["time"]} if "time" in prior else found
+    base = {"support": prior["support"], "extras": [extra["name"] for extra in prior["extras"]]}
+    return {**base, "time": prior["time"]} if "time" in prior else base
 
 
 def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:
     """Refuse scalars that peft would silently leave out, because the model has them under other names."""
     expected = {name for name in model.state_dict() if f".decay_biases.{adapter_name}." in name}
     # Names that the model does not have still lack the adapter's name.
-    found = {name for name in state_dict if ".decay_biases." in name}
-    if expected != found:
+    names = {name for name in state_dict if ".decay_biases." in name}
+    if expected != names:
         base = getattr(model, "get_base_model", lambda: model)()
         raise ValueError(
             f"the adapter was made on another class of model than {type(base).__name__}: "
-            f"it has {sorted(found - expected)[:1]} where the model has {sorted(expected - found)[:1]}"
+            f"it has {sorted(names - expected)[:1]} where the model has {sorted(expected - names)[:1]}"
         )
 
 
@@ -495,8 +495,8 @@ def _check_prior(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
         model: what the adapter is loaded into: a PeftModel, or a model that holds the adapter's layers itself.
         state_dict: the adapter's, under the names of the model.
     """
-    found = {name.removeprefix(PEFT_ROOT) for name in model.state_dict()}
-    lost = sorted(name for name in state_dict if is_prior_weight(name) and name.removeprefix(PEFT_ROOT) not in found)
+    names = {name.removeprefix(PEFT_ROOT) for name in model.state_dict()}
+    lost = sorted(name for name in state_dict if is_prior_weight(name) and name.removeprefix(PEFT_ROOT) not in names)
     if lost:
         base = getattr(model, "get_base_model", lambda: model)()
         raise ValueError(

@@ -89,8 +89,9 @@ def build(folder: Path, models: list[str] | None = None) -> Any:
                 raise gradio.Error(one_line(error), print_exception=False) from None
 
         # gradio counts arguments, and finds the one for progress by its default.
-        own = inspect.signature(function)
-        answer.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+        signature = inspect.signature(function)
+        shown = list(signature.parameters.values())[1:]
+        answer.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         return answer
 
     with gradio.Blocks(title="hf_sparseprior", analytics_enabled=False) as app:

@@ -116,8 +116,8 @@ def attention_picture(
     """
     rows, labels = [], []
     for opened in models:
-        own, names = _attention_rows(image, opened, layer, query)
-        rows += own
+        panels, names = _attention_rows(image, opened, layer, query)
+        rows += panels
         labels += names
     heading = f"layer {layer}: what the framed patch sees, and its attention"
     return draw_panels(rows, labels, out / "attention.png", heading)
@@ -216,11 +216,11 @@ def _draw_times(rows: Sequence[Sequence[Any]], preset: str, path: Path) -> Path:
     figure, axis = pictures.pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
     priors = list(dict.fromkeys(row[0] for row in rows))
     for number, prior in enumerate(priors):
-        own = [row[1:] for row in rows if row[0] == prior]
+        of_prior = [row[1:] for row in rows if row[0] == prior]
         colour = pictures.COLOURS[number % len(pictures.COLOURS)]
-        axis.plot([row[0] for row in own], [row[1] for row in own], color=colour, label=f"{prior}, predicted")
-        if found := [row for row in own if row[2] is not None]:
-            sizes, seconds = [row[0] for row in found], [row[2] for row in found]
+        axis.plot([row[0] for row in of_prior], [row[1] for row in of_prior], color=colour, label=f"{prior}, predicted")
+        if measured := [row for row in of_prior if row[2] is not None]:
+            sizes, seconds = [row[0] for row in measured], [row[2] for row in measured]
             axis.plot(sizes, seconds, "o", color=colour, label=f"{prior}, measured")
     axis.set(xscale="log", yscale="log", xlabel="image height and width, pixels", ylabel="seconds an image")
     ticks = sorted({row[1] for row in rows})

@@ -81,14 +81,14 @@ def learned_decays(model: nn.Module) -> list[LearnedDecay]:
         ValueError: if no layer has one.
     """
     attention = find_attention(model)
-    found = []
+    learned = []
     for layer in attention.layers:
         decay = None if layer.prior is None else layer.prior.active_decay()
         if layer.prior is not None and decay is not None:
-            found.append(_learned(layer.number, decay, layer.prior.plan(layer.grid, attention.num_prefix_tokens)))
-    if not found:
+            learned.append(_learned(layer.number, decay, layer.prior.plan(layer.grid, attention.num_prefix_tokens)))
+    if not learned:
         raise ValueError(f"{type(model).__name__} has no decay, its prior is {attention.prior_name!r}")
-    return found
+    return learned
 
 
 def _learned(layer: int, decay: Decay, plan: AttentionPlan) -> LearnedDecay:

@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> list[Path]:
     time = prior.get("time", "frame")
     if len(arguments.grid) == 3:
         print(f"time: {time}")
-    if (found := predictor_or_mixer(prior)) is not None:
-        explain_chooser(*found, arguments)
+    if (chooser := predictor_or_mixer(prior)) is not None:
+        explain_chooser(*chooser, arguments)
     elif slots["support"] is not None or prior["decay"] is None:
         written += explain_support(prior["support"], arguments, time)
     if prior["decay"] is not None:
@@ -183,12 +183,14 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
     frames, places, where = pattern.frames, pattern.num_tokens, ", in one frame" if pattern.repeats else ""
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets{where}")
-    for head, own in enumerate(pattern.offsets):
+    for head, offsets in enumerate(pattern.offsets):
         shown, others = (
-            " ".join(map(str, own)) if len(own) <= 16 else f"{own[0]} .. {own[-1]} ({len(own)})",
+            " ".join(map(str, offsets)) if len(offsets) <= 16 else f"{offsets[0]} .. {offsets[-1]} ({len(offsets)})",
             pattern.pairs_of(head),
         )
-        empty = frames * len(self_rows(own, places, 0) if others is None else lonely_rows(own, others, places, 0))
+        empty = frames * len(
+            self_rows(offsets, places, 0) if others is None else lonely_rows(offsets, others, places, 0)
+        )
         if others is not None:
             shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
         print(f"{head + 1:>7}  {pattern.nonzeros(head):>8}  {empty:>10}  {shown or '-'}")
@@ -208,7 +210,7 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
         _print_order(support, pattern, pattern.ranks, arguments)
     if support["shuffle_seed"] is not None:
         for number in (1, 2):
-            order = [str(own + 1) for own in layer_order(heads, number - 1, support["shuffle_seed"])]
+            order = [str(index + 1) for index in layer_order(heads, number - 1, support["shuffle_seed"])]
             print(f"layer {number}: heads 1..{heads} have the supports {' '.join(order)}")
     for note in support_notes(support, key, prefix):
         print(f"note: {note}")
@@ -228,7 +230,7 @@ def _draw_support(support: ResolvedSupport, pattern: LayerPattern, arguments: ar
         drawn, where = layer_order(heads, pattern.key.layer, support["shuffle_seed"]), f"layer {number}"
         masks = layer_pattern(support, pattern.key).mask(prefix)
     pruned = pattern.pruning_ratio(prefix)
-    titles = [f"{own + 1}: {_shorten(pattern.offsets[own])}" for own in drawn]
+    titles = [f"{index + 1}: {_shorten(pattern.offsets[index])}" for index in drawn]
     if number is not None:
         titles = [f"head {head}, support {title}" for head, title in enumerate(titles, start=1)]
     heading = f"{support['name']}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
@@ -243,7 +245,7 @@ def _draw_support(support: ResolvedSupport, pattern: LayerPattern, arguments: ar
         if len(used) == 1 and RASTER not in names:
             heading = f"{heading}, along {used[0]}"
         else:
-            titles = [f"{title} {names[own]}" for title, own in zip(titles, drawn, strict=True)]
+            titles = [f"{title} {names[index]}" for title, index in zip(titles, drawn, strict=True)]
         written.append(pictures.draw_curves(used, grid, arguments.out / f"order_{size}.png"))
     if len(grid) == 3:
         rows = masks[:, prefix + clip_centre(grid), prefix:].reshape(heads, *grid)
@@ -291,8 +293,8 @@ def _mean_distance(offsets: list[list[int]], patches: np.ndarray, grid: Sequence
     """Mean distance, over all axes, of the pairs of all heads; patches (H, N) in the order of each head."""
     places = np.stack(np.unravel_index(patches, tuple(grid)), 1)
     steps = [
-        np.abs(own[:, o:] - own[:, : own.shape[1] - o]).sum(0)
-        for own, head in zip(places, offsets, strict=True)
+        np.abs(coordinates[:, o:] - coordinates[:, : coordinates.shape[1] - o]).sum(0)
+        for coordinates, head in zip(places, offsets, strict=True)
         for o in head
         if o
     ]
@@ -326,7 +328,7 @@ def _shorten(offsets: list[int]) -> str:
 
 def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame") -> list[Path]:
     """Curves and decay masks of a decay at the middle of its initial interval, and their pictures."""
-    grid, own = arguments.grid, own_grid(arguments.grid, time)
+    grid, seen_grid = arguments.grid, own_grid(arguments.grid, time)
     tokens, size = math.prod(grid), size_of(grid)
     low, high = initial_beta(decay)
     beta = (low + high) / 2
@@ -343,9 +345,9 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
         masks[curve], smallest, mean = _summary(beta, positions[index : index + 1])
         first, step = "-", "-"
         if curve in curve_names():
-            rank = curve_rank(curve, own)
-            first = " ".join(map(str, rank.reshape(-1, own[-1])[0, :6]))
-            order = np.stack(np.unravel_index(np.argsort(rank.ravel()), own))
+            rank = curve_rank(curve, seen_grid)
+            first = " ".join(map(str, rank.reshape(-1, seen_grid[-1])[0, :6]))
+            order = np.stack(np.unravel_index(np.argsort(rank.ravel()), seen_grid))
             steps = np.abs(np.diff(order, axis=1)).sum(0)
             step = f"{steps.mean():.3f}" if len(steps) else "-"
         print(f"{curve:<10}  {first:<24}  {step:>9}  {smallest:>10.4f}  {mean:>7.4f}")
@@ -361,6 +363,6 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
     if len(grid) == 3:
         size, heading = f"{size}_{time}", f"M around the middle of the clip, gamma = {gamma:.5f}, time {time}"
     if "curves" in decay:
-        written.append(pictures.draw_curves(curves, own, arguments.out / f"curves_{decay['name']}_{size}.png"))
+        written.append(pictures.draw_curves(curves, seen_grid, arguments.out / f"curves_{decay['name']}_{size}.png"))
     written.append(pictures.draw_decay(masks, grid, arguments.out / f"decay_{decay['name']}_{size}.png", heading))
     return written

@@ -40,7 +40,7 @@ def config_of(slots: Mapping[str, Any], arguments: argparse.Namespace) -> Pretra
         takes: Any = "clips" if len(grid) == 3 else "images"
         family = preset_family(arguments.model, takes)
         patch = family.make_config(arguments.model).patch_size
-        sides = [side * own for side, own in zip(grid[-2:], _pair(patch), strict=True)]
+        sides = [side * pixels for side, pixels in zip(grid[-2:], _pair(patch), strict=True)]
         frames = {"num_frames": grid[0]} if takes == "clips" else {}
         return family.make_config(arguments.model, image_size=sides, prior=prior, **frames)
     if len(grid) == 3:
@@ -69,7 +69,7 @@ def explain_time(slots: Mapping[str, Any], arguments: argparse.Namespace) -> dic
     config = config_of(slots, arguments)
     images, dtype = arguments.images or 1, arguments.dtype or "float32"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = predicted_costs(
+    costs = predicted_costs(
         config, images, device, DTYPES[dtype], say=lambda line: print(line, file=sys.stderr, flush=True)
     )
     family = family_of(config)
@@ -82,9 +82,9 @@ def explain_time(slots: Mapping[str, Any], arguments: argparse.Namespace) -> dic
     )
     print(f"\n{arguments.model or family.title}, {several} of {size} pixels, {dtype}, {where}, predicted")
     for name in PASSES:
-        cost = found[name]
+        cost = costs[name]
         print(
             f"{name:9} {1e3 * cost.seconds:9.1f} ms ({1e3 * cost.lower:.1f} to {1e3 * cost.upper:.1f}), "
             f"{math.ceil(cost.bytes / 2**20)} MiB besides weights and images"
         )
-    return found
+    return costs

@@ -253,20 +253,29 @@ def count_layers(
         first: number of the first of these layers in the model.
     """
     rule, patterns = convention_of(convention).multiply_add, layer_patterns(prior, layers, grid, first)
-    if (found := predictor_or_mixer(prior)) is not None:
-        found = found[1].settings_for(found[0], math.prod(grid) + prefix), found[1]
+    if (chooser := predictor_or_mixer(prior)) is not None:
+        chooser = chooser[1].settings_for(chooser[0], math.prod(grid) + prefix), chooser[1]
     pairs, counted = [], []
-    for own, pattern, (attended, left) in zip(layers, patterns, sizes, strict=True):
-        heads = len(own.heads)
-        pairs.append(attended_in_layer(pattern, found, attended, prefix, own.head_width))
+    for layer, pattern, (attended, left) in zip(layers, patterns, sizes, strict=True):
+        heads = len(layer.heads)
+        pairs.append(attended_in_layer(pattern, chooser, attended, prefix, layer.head_width))
         flops = block_flops(
-            attended + prefix, left + prefix, own.width, own.mlp_width, pairs[-1], heads, convention, own.head_width
+            attended + prefix,
+            left + prefix,
+            layer.width,
+            layer.mlp_width,
+            pairs[-1],
+            heads,
+            convention,
+            layer.head_width,
         )
-        if found is not None:
-            settings, kind = found
-            flops["chooser"] = rule * kind.other_multiply_adds(settings, heads, own.head_width, attended, prefix)
-            flops["projections"] += rule * kind.projection_multiply_adds(settings, heads, own.width, attended + prefix)
-        add_extras([flops], prior, (heads, own.attention_width, own.mlp_width), grid, prefix, convention)
+        if chooser is not None:
+            settings, kind = chooser
+            flops["chooser"] = rule * kind.other_multiply_adds(settings, heads, layer.head_width, attended, prefix)
+            flops["projections"] += rule * kind.projection_multiply_adds(
+                settings, heads, layer.width, attended + prefix
+            )
+        add_extras([flops], prior, (heads, layer.attention_width, layer.mlp_width), grid, prefix, convention)
         counted.append(flops)
     decay = prior["decay"]
     return CountedLayers(pairs, counted, None if decay is None else _decay_sums(decay, patterns, prefix))
@@ -293,9 +302,9 @@ def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list
     Raises:
         ValueError: for what is not counted: supports and decays on pruned tokens.
     """
-    if (found := pruning_of(prior)) is None:
+    if (pruning := pruning_of(prior)) is None:
         return [(num_tokens, num_tokens)] * num_layers
-    settings, kind = found
+    settings, kind = pruning
     sizes = kind.layer_tokens(settings, num_layers, num_tokens)
     if sizes[-1][0] < num_tokens and (prior["support"]["name"] != "dense" or prior["decay"] is not None):
         raise ValueError(
@@ -309,9 +318,9 @@ def _add_pruning(
     layers: list[dict[str, int]], prior: ResolvedPrior, num_tokens: int, prefix: int, width: int, convention: str
 ) -> None:
     """Add to the layers that prune what the choice of tokens costs."""
-    if (found := pruning_of(prior)) is None:
+    if (pruning := pruning_of(prior)) is None:
         return
-    settings, kind = found
+    settings, kind = pruning
     rule = convention_of(convention).multiply_add
     for layer, products in kind.pruning_multiply_adds(settings, len(layers), width, num_tokens, prefix).items():
         layers[layer]["pruning"] = rule * products
@@ -378,7 +387,7 @@ def embedding_products(config: SparsePriorViTConfig, num_tokens: int) -> int:
 
 def attended_in_layer(
     pattern: LayerPattern,
-    found: tuple[Mapping[str, Any], type[AttentionCosts]] | None,
+    chooser: tuple[Mapping[str, Any], type[AttentionCosts]] | None,
     num_tokens: int,
     num_prefix_tokens: int,
     head_dim: int,
@@ -387,13 +396,13 @@ def attended_in_layer(
 
     Args:
         pattern: of the layer's support.
-        found: what `predictor_or_mixer` found in its prior.
+        chooser: what `predictor_or_mixer` found in its prior.
         num_tokens, num_prefix_tokens: N and P.
         head_dim: d_h.
     """
     heads = len(pattern.offsets)
-    if found is not None:
-        settings, kind = found
+    if chooser is not None:
+        settings, kind = chooser
         return heads * kind.cost_in_pairs(settings, head_dim, num_tokens, num_prefix_tokens)
     if pattern.support == "dense":
         return heads * (num_tokens + num_prefix_tokens) ** 2
@@ -420,7 +429,7 @@ def decay_operations(decay: ResolvedDecay, pattern: LayerPattern, num_prefix_tok
     num_tokens, places, frames = pattern.key.num_tokens, pattern.num_tokens, pattern.frames
     prefix_pairs = len(pattern.offsets) * ((num_tokens + num_prefix_tokens) ** 2 - num_tokens**2)
     # Not `attended_pairs`: if a patch has no partner but itself, M is 1 and is not computed.
-    weighed = sum(places if offset == 0 else 2 * (places - offset) for own in pattern.offsets for offset in own)
+    weighed = sum(places if offset == 0 else 2 * (places - offset) for offsets in pattern.offsets for offset in offsets)
     weighed = frames**2 * (weighed + sum(map(len, pattern.pairs or ())))
     curves = DECAYS[decay["name"]].positions(decay, (1, 1)).shape[0]
     apply = weighed + prefix_pairs * decay["learn_prefix"]

@@ -43,10 +43,10 @@ def convit_flops(
     config.check_prior(resolved)
     pairs = [len(layer.heads) * tokens**2 for layer in layers[:local]]
     gated = []
-    for layer, own in zip(layers, pairs, strict=False):
+    for layer, attended in zip(layers, pairs, strict=False):
         of_heads = len(layer.heads), convention, layer.head_width
-        counts = block_flops(tokens, tokens, width, layer.mlp_width, own, *of_heads)
-        gated.append({**counts, "softmax": 2 * counts["softmax"], "positions": rule.multiply_add * 3 * own})
+        counts = block_flops(tokens, tokens, width, layer.mlp_width, attended, *of_heads)
+        gated.append({**counts, "softmax": 2 * counts["softmax"], "positions": rule.multiply_add * 3 * attended})
     sizes = [(tokens, tokens)] * (config.num_hidden_layers - local)
     counted = count_layers(resolved, layers[local:], sizes, grid, prefix, convention, first=local)
     joins = f", the class token too from layer {local + 1} on" if prefix else ""

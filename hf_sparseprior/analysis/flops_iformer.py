@@ -43,11 +43,11 @@ def iformer_flops(
     priors = config.stage_priors
     if prior is not None:
         priors = resolve_stages(config.priors_of_stages(prior), config.stages)
-        for own in priors:
-            config.check_prior(own)
+        for stage_prior in priors:
+            config.check_prior(stage_prior)
     counter = _Counter(config, convention)
-    for number, (own, stage) in enumerate(zip(priors, config.stages, strict=True)):
-        counter.add_stage(own, stage, grids[config.attention_stages[number]], number)
+    for number, (stage_prior, stage) in enumerate(zip(priors, config.stages, strict=True)):
+        counter.add_stage(stage_prior, stage, grids[config.attention_stages[number]], number)
     rule = convention_of(convention).multiply_add
     places = [grids[stage][0] * grids[stage][1] for stage in config.attention_stages]
     classifiers = 1 + config.use_distillation_classifier
@@ -105,22 +105,22 @@ class _Counter:
             number: of the stage among those that have attention.
         """
         places, rule = grid[0] * grid[1], convention_of(self.convention).multiply_add
-        if (found := predictor_or_mixer(prior)) is not None:
-            found = found[1].settings_for(found[0], places), found[1]
+        if (chooser := predictor_or_mixer(prior)) is not None:
+            chooser = chooser[1].settings_for(chooser[0], places), chooser[1]
         sizes, values = self.config.layers, self.config.inner_widths[VALUE_WIDTH]
         for layer in range(len(self.pairs), len(self.pairs) + stage.num_layers):
             width, keys, hidden = sizes[layer].width, sizes[layer].head_width, sizes[layer].mlp_width
             pattern = layer_pattern(prior["support"], LayerKey(1, grid, layer))
-            pairs = attended_in_layer(pattern, found, places, 0, keys)
+            pairs = attended_in_layer(pattern, chooser, places, 0, keys)
             self.pairs.append(pairs)
             parts = attention_parts(pairs, keys, self.convention, values[layer])
             parts["projections"] = rule * places * width * (2 * keys + 3 * values[layer])
             parts["mlp"] = rule * 2 * places * width * hidden
-            if found is not None:
-                parts["chooser"] = rule * found[1].other_multiply_adds(found[0], 1, keys, places, 0)
+            if chooser is not None:
+                parts["chooser"] = rule * chooser[1].other_multiply_adds(chooser[0], 1, keys, places, 0)
             add_extras([parts], prior, (1, keys, hidden), grid, 0, self.convention)
             self.layers.append(parts)
             if prior["decay"] is not None:
-                own = decay_operations(prior["decay"], pattern, 0)
-                for key, value in own.items():
+                operations = decay_operations(prior["decay"], pattern, 0)
+                for key, value in operations.items():
                     self.decay[key] = self.decay.get(key, 0) + value

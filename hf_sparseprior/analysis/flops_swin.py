@@ -53,8 +53,8 @@ def swin_flops(
     counter = _Counter(convention)
     patches = []
     layers = iter(config.layers)
-    for number, (own, stage) in enumerate(zip(priors, config.stages, strict=True)):
-        counter.add_stage(own, stage, grid, list(itertools.islice(layers, stage.num_layers)))
+    for number, (stage_prior, stage) in enumerate(zip(priors, config.stages, strict=True)):
+        counter.add_stage(stage_prior, stage, grid, list(itertools.islice(layers, stage.num_layers)))
         patches.append(grid[0] * grid[1])
         if number + 1 < len(config.stages):
             grid = (math.ceil(grid[0] / 2), math.ceil(grid[1] / 2))
@@ -99,22 +99,22 @@ class _Counter:
         padded, patches = windows * window, grid[0] * grid[1]
         if padded > patches:
             self.padding = "; projections and pairs of padded windows"
-        found, rule = predictor_or_mixer(prior), convention_of(self.convention).multiply_add
+        chooser, rule = predictor_or_mixer(prior), convention_of(self.convention).multiply_add
         first = len(self.pairs)
         patterns = layer_patterns(prior, layers, stage.grid, first)
         for sizes, pattern in zip(layers, patterns, strict=True):
             heads, head_width, hidden = len(sizes.heads), sizes.head_width, sizes.mlp_width
-            pairs = windows * attended_in_layer(pattern, found, window, 0, head_width)
+            pairs = windows * attended_in_layer(pattern, chooser, window, 0, head_width)
             self.pairs.append(pairs)
             flops = block_flops(padded, patches, sizes.width, hidden, pairs, heads, self.convention, head_width)
-            if found is not None:
-                settings, kind = found
+            if chooser is not None:
+                settings, kind = chooser
                 others = kind.other_multiply_adds(settings, heads, head_width, window, 0)
                 flops["chooser"] = rule * windows * others
             if prior["decay"] is not None:
-                own = decay_operations(prior["decay"], pattern, 0)
+                operations = decay_operations(prior["decay"], pattern, 0)
                 # One M serves all windows.
-                for key, value in {"build": own["build"], "apply": windows * own["apply"]}.items():
+                for key, value in {"build": operations["build"], "apply": windows * operations["apply"]}.items():
                     self.decay[key] = self.decay.get(key, 0) + value
             widths = (heads, sizes.attention_width, hidden)
             add_extras([flops], prior, widths, stage.grid, 0, self.convention, windows, grid)

@@ -68,11 +68,11 @@ def timesformer_flops(
     decay = counted.decay
     if decay is not None:
         decay = {**decay, "apply": repeats * decay["apply"]}
-    found = f"{prefix} prefix token{'' if prefix == 1 else 's'} and the patches" if prefix else "the patches only"
+    token_kinds = f"{prefix} prefix token{'' if prefix == 1 else 's'} and the patches" if prefix else "the patches only"
     return ModelFlops(
         image_size=size,
         grid=grid,
-        tokens=f"{found} of {frames} frames, {config.attention_type}",
+        tokens=f"{token_kinds} of {frames} frames, {config.attention_type}",
         num_prefix_tokens=prefix,
         convention=convention,
         attended_pairs=[repeats * pairs for pairs in counted.pairs],

@@ -95,14 +95,14 @@ def draw_panels(
     row = width * height / across + 0.12 * lines
     size = (wide_enough(width * columns + 1.1, heading, 10), row * len(panels) + 0.4)
     figure, axes = pyplot().subplots(len(panels), columns, figsize=size, squeeze=False, layout="constrained")
-    for line, own, label in zip(axes, panels, row_labels, strict=True):
+    for line, row_panels, label in zip(axes, panels, row_labels, strict=True):
         for axis in line:
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-        for axis, panel in zip(line, own, strict=False):
+        for axis, panel in zip(line, row_panels, strict=False):
             _draw_panel(axis, panel)
         line[0].set_ylabel(label, fontsize=8)
-    if any(panel.heat is not None for own in panels for panel in own):
+    if any(panel.heat is not None for row_panels in panels for panel in row_panels):
         add_share_bar(figure, axes, "inferno")
     figure.suptitle(heading, fontsize=10)
     return save(figure, path)

@@ -89,9 +89,9 @@ class AttentionLayers:
             if layer.prior is None:
                 continue
             others = {**layer.prior.prior, "decay": None}
-            found = resolved.setdefault(json.dumps(others, sort_keys=True), others)
-            if found["decay"] is None and (decay := layer.prior.active_decay()) is not None:
-                found["decay"] = decay.settings
+            merged = resolved.setdefault(json.dumps(others, sort_keys=True), others)
+            if merged["decay"] is None and (decay := layer.prior.active_decay()) is not None:
+                merged["decay"] = decay.settings
         return prior_name(cast("list[ResolvedPrior]", list(resolved.values()))) or "dense"
 
 
@@ -108,12 +108,12 @@ def find_attention(model: nn.Module) -> AttentionLayers:
             patches), or whose attention layers are not known.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    if own := attention_layers(base):
+    if modules := attention_layers(base):
         stages = base.config.stages
         grids = [stage.grid for stage in stages for _ in range(stage.num_layers)]
         layers = [
             AttentionLayer(number, module.num_heads, module if module.takes_prior else None, module.o_proj, grid)
-            for number, (module, grid) in enumerate(zip(own, grids, strict=True))
+            for number, (module, grid) in enumerate(zip(modules, grids, strict=True))
         ]
         windows = any(stage.num_windows > 1 for stage in stages)
         config = base.config

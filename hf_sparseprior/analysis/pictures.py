@@ -529,8 +529,8 @@ def draw_mask_rows(
         rows, columns, figsize=(width, side * rows + 0.9), squeeze=False, layout="constrained"
     )
     image, low = None, min(float(masks.min()), 1 - FLAT)
-    for line, label, query, own in zip(axes, row_labels, queries, masks, strict=True):
-        for axis, values in zip(line, own, strict=True):
+    for line, label, query, row_masks in zip(axes, row_labels, queries, masks, strict=True):
+        for axis, values in zip(line, row_masks, strict=True):
             image = axis.imshow(values, vmin=low, vmax=1.0, cmap="viridis")
             axis.plot(query[1], query[0], "o", color=ACCENT, markersize=3)
             axis.set(xticks=[], yticks=[])

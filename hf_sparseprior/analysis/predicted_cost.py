@@ -74,11 +74,11 @@ def twins(config: PretrainedConfig) -> list[Twin]:
         return [Twin({}, 1.0)]  # its layers are no few kinds, and it is measured whole
     least = [min(LEAST, depth) for depth in depths]
     shares = [(depth - one) / MORE for depth, one in zip(depths, least, strict=True)]
-    found = [Twin(fields(least), 1.0 - sum(shares))]
+    models = [Twin(fields(least), 1.0 - sum(shares))]
     for kind, share in enumerate(shares):
         if share:
-            found.append(Twin(fields([one + MORE * (kind == other) for other, one in enumerate(least)]), share))
-    return found
+            models.append(Twin(fields([one + MORE * (kind == other) for other, one in enumerate(least)]), share))
+    return models
 
 
 def _stages(depths: Sequence[int]) -> dict[str, Any]:
@@ -118,29 +118,29 @@ def predicted_costs(
     Raises:
         ValueError: if the cost of a layer depends on its number.
     """
-    own = twins(config)
-    layers = ", ".join(" ".join(f"{key}={value}" for key, value in twin.changes.items()) or "all" for twin in own)
-    say(f"timing {len(own)} models ({layers})")
-    found = {}
+    models = twins(config)
+    layers = ", ".join(" ".join(f"{key}={value}" for key, value in twin.changes.items()) or "all" for twin in models)
+    say(f"timing {len(models)} models ({layers})")
+    costs = {}
     for name in passes:
         calls, peaks = [], []
-        for twin in own:
+        for twin in models:
             call = call_of(config, twin, images, device, dtype, name == "training")
             call()  # makes tables and state
             peaks.append(traced_bytes(call, device)[0])
             calls.append(call)
         rounds = _rounds(calls, device, budget)
-        shares = torch.tensor([twin.share for twin in own], dtype=torch.float64)
+        shares = torch.tensor([twin.share for twin in models], dtype=torch.float64)
         timed = torch.tensor(rounds, dtype=torch.float64)
         # The whole has all layers of the first. Where calls are so short that noise is larger than a layer, the sum
         # could be less than that, or less than nothing.
         seconds = torch.maximum(timed @ shares, timed[:, 0])
         lower, median, upper = torch.quantile(seconds, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         # A layer that keeps nothing adds nothing; then the largest peak is that of any depth.
-        memory = max(max(peaks), round(sum(twin.share * peak for twin, peak in zip(own, peaks, strict=True))))
-        found[name] = Cost(median, lower, upper, memory)
+        memory = max(max(peaks), round(sum(twin.share * peak for twin, peak in zip(models, peaks, strict=True))))
+        costs[name] = Cost(median, lower, upper, memory)
         say(f"{name}: {len(rounds)} rounds")
-    return found
+    return costs
 
 
 def call_of(
@@ -179,7 +179,7 @@ def _rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget:
         once = [seconds_per_call(call, 1, device) for call in calls]
         if time.perf_counter() >= end:
             break
-    repeats = [max(1, round(LEAST_SECONDS / max(own, 1e-6))) for own in once]
+    repeats = [max(1, round(LEAST_SECONDS / max(seconds, 1e-6))) for seconds in once]
     rounds: list[list[float]] = []
     start = time.perf_counter()
     while len(rounds) < 10:

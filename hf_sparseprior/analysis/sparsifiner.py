@@ -67,12 +67,12 @@ def watch_predictions(model: nn.Module) -> Iterator[list[Prediction]]:
     Raises:
         ValueError: for a model without Sparsifiner's predictors.
     """
-    found = [module for module in model.modules() if isinstance(module, Sparsifiner)]
-    if not found:
+    predictors = [module for module in model.modules() if isinstance(module, Sparsifiner)]
+    if not predictors:
         raise ValueError(f"{type(model).__name__} has no sparsifiner in its prior")
     predictions: list[Prediction] = []
     with ExitStack() as stack:
-        for predictor in found:
+        for predictor in predictors:
             stack.callback(predictor.register_forward_hook(partial(_see, predictions)).remove)
         yield predictions
 

@@ -266,14 +266,14 @@ def check_request(request: AttentionRequest) -> None:
 
 def _first_plain(request: AttentionRequest) -> str:
     """The first backend of `plain_operations` that can run the request."""
-    found = plain()
-    assert found is not None
-    for name in found.backends:
+    block = plain()
+    assert block is not None
+    for name in block.backends:
         if (reason := BACKENDS[name].can_run(request)) is None:
-            found.ran[name] += 1
+            block.ran[name] += 1
             return name
-        found.refused.setdefault(name, reason)
-    raise ValueError(f"none of the backends {', '.join(found.backends)} can run this attention")
+        block.refused.setdefault(name, reason)
+    raise ValueError(f"none of the backends {', '.join(block.backends)} can run this attention")
 
 
 def _dense_path(request: AttentionRequest) -> str:

@@ -52,8 +52,8 @@ def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     # With unbinding first, the gradient of a slice is as large as one head and not as all heads.
     for head, (q_BTD, k_BTD, v_BTD) in enumerate(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)):
         gamma = None if gamma_H is None else gamma_H[head]
-        own = None if positions is None else positions[head % len(positions)]
-        out, weights = _diagonal_head(request, own, head, q_BTD, k_BTD, v_BTD, gamma)
+        head_positions = None if positions is None else positions[head % len(positions)]
+        out, weights = _diagonal_head(request, head_positions, head, q_BTD, k_BTD, v_BTD, gamma)
         heads.append(out)
         if weights is not None:
             dense_weights.append(weights)

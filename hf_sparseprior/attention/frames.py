@@ -41,8 +41,8 @@ def frames(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         factor = _decay(request, rows, dtype)
     by_place = [tokens[:, :, prefix:].unflatten(2, (clip, -1)).transpose(2, 3) for tokens in (q, k, v)]
     keys, values = (
-        torch.cat([own, _in_rows(tokens[:, :, :prefix], clip)], 2)
-        for own, tokens in zip(by_place[1:], (k, v), strict=True)
+        torch.cat([patches, _in_rows(tokens[:, :, :prefix], clip)], 2)
+        for patches, tokens in zip(by_place[1:], (k, v), strict=True)
     )
     out = PlaceAttention.apply(by_place[0], keys, values, rows, valid, factor)
     if alone is not None:  # their list has themselves in all frames
@@ -82,10 +82,10 @@ def _decay(request: AttentionRequest, rows: Tensor, dtype: torch.dtype) -> Tenso
     places = rows.shape[1]
     positions = decay_positions(request.plan, request.decay, request.q.device)[..., :places]
     gamma_H, heads = prefix_weights(request.decay, dtype), []
-    for head, own in enumerate(rows):
-        distances = (positions[:, :, :, None] - positions[:, :, own.clamp(0, places - 1)]).abs().sum(1)
+    for head, head_rows in enumerate(rows):
+        distances = (positions[:, :, :, None] - positions[:, :, head_rows.clamp(0, places - 1)]).abs().sum(1)
         weights = decay_weights(request.decay["beta"][:, head : head + 1], distances, dtype)[0]
-        heads.append(torch.where(own < places, weights, 1.0 if gamma_H is None else gamma_H[head]))
+        heads.append(torch.where(head_rows < places, weights, 1.0 if gamma_H is None else gamma_H[head]))
     return torch.stack(heads)
 
 
@@ -106,10 +106,10 @@ class PlaceAttention(torch.autograd.Function):
         return range(0, places, max(1, BLOCK // max(1, batch * heads * rows.shape[-1] * clip * width)))
 
     @staticmethod
-    def gathered(tokens: Tensor, found: Tensor) -> Tensor:
+    def gathered(tokens: Tensor, numbers: Tensor) -> Tensor:
         """Rows of (B, H, R, F, D) at numbers (B, H, r, K), which count all B H R rows: (B, H, r, K F, D)."""
         clip, width = tokens.shape[-2:]
-        return tokens.reshape(-1, clip * width)[found].unflatten(-1, (clip, width)).flatten(3, 4)
+        return tokens.reshape(-1, clip * width)[numbers].unflatten(-1, (clip, width)).flatten(3, 4)
 
     @staticmethod
     def block(
@@ -117,13 +117,13 @@ class PlaceAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """For some places: queries, gathered keys, their rows among all, dot products, probabilities."""
         batch, heads, total, clip, _ = k.shape
-        own = rows[:, part]
-        found = own.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
-        queries, gathered = q[:, :, part], PlaceAttention.gathered(k, found)
+        part_rows = rows[:, part]
+        numbers = part_rows.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
+        queries, gathered = q[:, :, part], PlaceAttention.gathered(k, numbers)
         scores = queries @ gathered.mT
         logits = scores if factor is None else scores * PlaceAttention.wide(factor[:, part], clip)
-        seen = ((own >= 0)[..., None] & valid[own.clamp_min(0)]).flatten(2).unsqueeze(-2)
-        return queries, gathered, found, scores, torch.softmax(logits.masked_fill(~seen, -math.inf), -1)
+        seen = ((part_rows >= 0)[..., None] & valid[part_rows.clamp_min(0)]).flatten(2).unsqueeze(-2)
+        return queries, gathered, numbers, scores, torch.softmax(logits.masked_fill(~seen, -math.inf), -1)
 
     @staticmethod
     def wide(factor: Tensor, clip: int) -> Tensor:
@@ -140,8 +140,8 @@ class PlaceAttention(torch.autograd.Function):
         blocks = PlaceAttention.blocks(q, rows)
         for first in blocks:
             part = slice(first, first + blocks.step)
-            _, _, found, _, probs = PlaceAttention.block(q, k, rows, valid, factor, part)
-            out[:, :, part] = probs @ PlaceAttention.gathered(v, found)
+            _, _, numbers, _, probs = PlaceAttention.block(q, k, rows, valid, factor, part)
+            out[:, :, part] = probs @ PlaceAttention.gathered(v, numbers)
         return out
 
     @staticmethod
@@ -154,10 +154,10 @@ class PlaceAttention(torch.autograd.Function):
         blocks = PlaceAttention.blocks(q, rows)
         for first in blocks:
             part = slice(first, first + blocks.step)
-            queries, gathered, found, scores, probs = PlaceAttention.block(q, k, rows, valid, factor, part)
-            own, flat = grad[:, :, part], found.flatten()
-            _add(grad_v, flat, probs.mT @ own)
-            grad_probs = own @ PlaceAttention.gathered(v, found).mT
+            queries, gathered, numbers, scores, probs = PlaceAttention.block(q, k, rows, valid, factor, part)
+            grad_part, flat = grad[:, :, part], numbers.flatten()
+            _add(grad_v, flat, probs.mT @ grad_part)
+            grad_probs = grad_part @ PlaceAttention.gathered(v, numbers).mT
             grad_scores = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))
             if factor is not None and grad_factor is not None:
                 of_rows = (grad_scores * scores).sum((0, -2)).unflatten(-1, (-1, clip)).sum(-1)
@@ -168,10 +168,10 @@ class PlaceAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None, grad_factor
 
 
-def _add(total: Tensor, found: Tensor, parts: Tensor) -> None:
+def _add(total: Tensor, numbers: Tensor, parts: Tensor) -> None:
     """Add what belongs to gathered tokens (B, H, r, K F, D) to all of them (B, H, R, F, D), by their rows."""
     size = total.shape[-2] * total.shape[-1]
-    total.view(-1, size).index_add_(0, found, parts.reshape(-1, size))
+    total.view(-1, size).index_add_(0, numbers, parts.reshape(-1, size))
 
 
 # CPU: measured with windows of 2 and 5 in 2 to 8 frames of 4x4 to 14x14 patches, 6 heads of 64, on one busy core. CUDA:

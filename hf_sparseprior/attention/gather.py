@@ -122,12 +122,12 @@ class GatheredAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """For some rows: queries, gathered keys, their places in all rows of k, their dot products, probabilities."""
         batch, heads, total = k.shape[:3]
-        own = key_ids[:, :, rows].long().expand(batch, -1, -1, -1)
-        places = own.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
+        block_ids = key_ids[:, :, rows].long().expand(batch, -1, -1, -1)
+        places = block_ids.clamp_min(0) + total * torch.arange(batch * heads, device=k.device).view(batch, heads, 1, 1)
         queries, gathered = q[:, :, rows], GatheredAttention.gathered(k, places)
         scores = (gathered @ queries.unsqueeze(-1)).squeeze(-1)
         logits = scores if factor is None else scores * factor[:, :, rows]
-        return queries, gathered, places, scores, torch.softmax(logits.masked_fill(own < 0, -math.inf), -1)
+        return queries, gathered, places, scores, torch.softmax(logits.masked_fill(block_ids < 0, -math.inf), -1)
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_ids: Tensor, factor: Tensor | None) -> Tensor:
@@ -160,8 +160,8 @@ class GatheredAttention(torch.autograd.Function):
             grad_scores = grad_logits
             if factor is not None and grad_factor is not None:
                 grad_scores = grad_logits * factor[:, :, rows]
-                own = grad_logits * scores
-                grad_factor[:, :, rows] = own if factor.shape[0] == own.shape[0] else own.sum(0, keepdim=True)
+                grads = grad_logits * scores
+                grad_factor[:, :, rows] = grads if factor.shape[0] == grads.shape[0] else grads.sum(0, keepdim=True)
             grad_q[:, :, rows] = (grad_scores.unsqueeze(-2) @ gathered).squeeze(-2)
             pairs = grad_scores.unsqueeze(-1) * queries.unsqueeze(-2)
             grad_k.view(-1, k.shape[-1]).index_add_(0, flat, pairs.reshape(-1, k.shape[-1]))

@@ -68,7 +68,7 @@ def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tenso
     chosen = largest_indices(scores, budget)  # in order, because -1 must come after the rest
     chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + num_prefix_tokens)
     if not num_prefix_tokens:
-        own = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)
-        return torch.where((chosen < 0).all(-1, keepdim=True), own, chosen)
+        itself = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)
+        return torch.where((chosen < 0).all(-1, keepdim=True), itself, chosen)
     always = torch.arange(num_prefix_tokens, device=scores.device).expand(*chosen.shape[:-1], -1)
     return torch.cat([always, chosen], -1)

@@ -178,14 +178,14 @@ def _masked_images(images: Tensor, mask: Tensor, num_channels: int, patch: tuple
         )
     mask = mask.bool()
     heights, widths = mask.any(2).sum(1).tolist(), mask.any(1).sum(1).tolist()
-    found = []
+    padded = []
     for number, (height, width) in enumerate(zip(heights, widths, strict=True)):
         if not height or not bool(mask[number, :height, :width].all()):
             raise ValueError(f"pixel_mask[{number}] must be a whole rectangle from the upper left corner on")
         sides = [-(-side // size) * size for side, size in zip((height, width), patch, strict=True)]
         image = images[number, :, :height, :width]
-        found.append(F.pad(image, (0, sides[1] - width, 0, sides[0] - height)))
-    return found
+        padded.append(F.pad(image, (0, sides[1] - width, 0, sides[0] - height)))
+    return padded
 
 
 def _images_of_patches(
@@ -199,7 +199,7 @@ def _images_of_patches(
         )
     if mask is not None and mask.shape != patches.shape[:2]:
         raise ValueError(f"pixel_attention_mask of shape {tuple(mask.shape)} must be {tuple(patches.shape[:2])}")
-    found = []
+    images = []
     for number, (height, width) in enumerate(shapes.tolist()):
         count = height * width
         if height < 1 or width < 1 or count > patches.shape[1]:
@@ -207,7 +207,7 @@ def _images_of_patches(
                 f"spatial_shapes[{number}]={[height, width]} must be 1 or more, and at most {patches.shape[1]} patches"
             )
         image = patches[number, :count].reshape(height, width, *patch, num_channels)
-        found.append(image.permute(4, 0, 2, 1, 3).reshape(num_channels, height * patch[0], width * patch[1]))
+        images.append(image.permute(4, 0, 2, 1, 3).reshape(num_channels, height * patch[0], width * patch[1]))
     if mask is not None:
         counts = shapes.prod(1, keepdim=True).to(mask.device)
         wrong = (mask.bool() != (torch.arange(mask.shape[1], device=mask.device) < counts)).any(1)
@@ -216,7 +216,7 @@ def _images_of_patches(
                 f"pixel_attention_mask[{int(wrong.int().argmax())}] must be 1 for the patches of spatial_shapes and 0 "
                 "after them"
             )
-    return found
+    return images
 
 
 def as_patches(image: Tensor, patch: tuple[int, int]) -> Tensor:

@@ -347,8 +347,8 @@ def _pair_distances(plan: AttentionPlan) -> np.ndarray:
         in_order = np.broadcast_to(_patches_in_order(plan), (plan.num_heads, plan.num_tokens))
         of_heads = [positions[..., patches] for patches in in_order]
     blocks = [
-        np.abs(own[..., offset:] - own[..., : plan.num_tokens - offset]).sum(1)
-        for own, offsets in zip(of_heads, _offsets(plan), strict=True)
+        np.abs(of_head[..., offset:] - of_head[..., : plan.num_tokens - offset]).sum(1)
+        for of_head, offsets in zip(of_heads, _offsets(plan), strict=True)
         for offset in offsets
     ]
     empty = np.zeros((positions.shape[0], 0))

@@ -60,9 +60,9 @@ PASSED_BY_TRANSFORMERS = frozenset(
 @functools.cache
 def config_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
     """The names that a config of this class takes, as keywords, in config.json and in assignments."""
-    own = [cls for cls in config_class.__mro__ if cls not in PretrainedConfig.__mro__]
+    classes = [cls for cls in config_class.__mro__ if cls not in PretrainedConfig.__mro__]
     properties = {
-        name for cls in own for name, value in vars(cls).items() if isinstance(value, property) and value.fset
+        name for cls in classes for name, value in vars(cls).items() if isinstance(value, property) and value.fset
     }
     names = {field.name for field in fields(config_class)}
     return frozenset({*names, *properties, *PASSED_BY_TRANSFORMERS, *config_class.attribute_map})
@@ -74,9 +74,9 @@ def check_key(config_class: type[PretrainedConfig], key: str) -> None:
         return
     common = {field.name for field in fields(PretrainedConfig)}
     known = [field.name for field in fields(config_class)]
-    own = [name for name in known if name not in common]
-    near = [OTHER_NAMES[key]] if OTHER_NAMES.get(key) in own else difflib.get_close_matches(str(key), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f". Fields: {', '.join(own)}"
+    added = [name for name in known if name not in common]
+    near = [OTHER_NAMES[key]] if OTHER_NAMES.get(key) in added else difflib.get_close_matches(str(key), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f". Fields: {', '.join(added)}"
     raise ValueError(f"{key!r} is no field of {config_class.__name__}{hint}")
 
 

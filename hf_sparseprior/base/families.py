@@ -184,11 +184,11 @@ def is_backbone_weight(name: str) -> bool:
 
 def presets(takes: Takes = "images") -> dict[str, Family]:
     """The families of images or of clips by the names of their presets; the first one registered has a name."""
-    found: dict[str, Family] = {}
+    by_preset: dict[str, Family] = {}
     for family in FAMILIES.values():
         if family.takes == takes:
-            found.update({name: family for name in family.presets if name not in found})
-    return found
+            by_preset.update({name: family for name in family.presets if name not in by_preset})
+    return by_preset
 
 
 def preset_family(preset: str, takes: Takes = "images") -> Family:

@@ -51,14 +51,14 @@ class LayerSizes(NamedTuple):
 
 def kind_and_step(kind: str) -> tuple[str, int]:
     """A kind of units, and how many places after the module's own they are: ("width", 1) of "next_width"."""
-    word, _, own = kind.partition("_")
-    return (own, STEPS[word]) if word in STEPS else (kind, 0)
+    word, _, base_kind = kind.partition("_")
+    return (base_kind, STEPS[word]) if word in STEPS else (kind, 0)
 
 
 def counts(numbers: Iterable[int]) -> str:
     """Numbers of layers in words: "3", or "2 to 4" if they differ."""
-    found = sorted(set(numbers))
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    distinct = sorted(set(numbers))
+    return str(distinct[0]) if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}"
 
 
 def whole_layer(width: int, num_heads: int, mlp_width: int) -> LayerSizes:
@@ -98,13 +98,13 @@ def check_compressed(
         raise ValueError(f"compressed={compressed!r} must be a map of {', '.join(whole)}, or None")
     check_keys(compressed, tuple(whole), "compressed")
     full: dict[str, Any] = {}
-    for key, own in whole.items():
-        values = compressed.get(key, own)
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(own):
-            entries = "an entry for each layer" if key in KEYS else f"{len(own)} numbers"
+    for key, sizes in whole.items():
+        values = compressed.get(key, sizes)
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(sizes):
+            entries = "an entry for each layer" if key in KEYS else f"{len(sizes)} numbers"
             raise ValueError(f"compressed: {key}={values!r:.60} must be a list with {entries}")
         if key == HEADS:
-            full[key] = [_check_heads(own, layer.num_supports) for own, layer in zip(values, layers, strict=True)]
+            full[key] = [_check_heads(heads, layer.num_supports) for heads, layer in zip(values, layers, strict=True)]
         else:
             full[key] = [check_size(f"compressed: {key}", value, 1, "width") for value in values]
     return full

@@ -98,7 +98,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
     )
-    weights = ", ".join(f"{name} (--format {' or '.join(own)})" for name, own in WEIGHTS.items())
+    weights = ", ".join(f"{name} (--format {' or '.join(formats)})" for name, formats in WEIGHTS.items())
     parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
     text = "with --format: folder with a folder of images for each class, for the accuracy"
     parser.add_argument("--images", type=Path, help=text)

@@ -85,8 +85,8 @@ class Outputs(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
         """The tensors of `named`."""
-        found = self.named(pixel_values).values()
-        return tuple(output.float() if output.is_floating_point() else output for output in found)
+        outputs = self.named(pixel_values).values()
+        return tuple(output.float() if output.is_floating_point() else output for output in outputs)
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -95,8 +95,8 @@ def parse_size(text: str) -> tuple[int, int]:
     Raises:
         ValueError: for anything else.
     """
-    found = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", text)
-    height, width = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", text)
+    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise ValueError(f"--size {text} must be HEIGHTxWIDTH or one number, each from 1 to {MAX_SIDE} pixels")
     return height, width
@@ -133,9 +133,9 @@ def deploy(
         ImportError: for a missing package.
     """
     sides = None if size is None else parse_size(size)
-    own = FORMATS[format_name]
+    format_ = FORMATS[format_name]
     check_weights(weights, format_name)
-    own.check_packages()
+    format_.check_packages()
     out = Path(out)
     check_new(out)
     source, model = saved_source(source)
@@ -146,20 +146,20 @@ def deploy(
     processor = processor_settings(source, model.config)
     files = [] if labelled is None else labelled_files(labelled, model)
     with whole_folder(out) as scratch, tempfile.TemporaryDirectory() as whole:
-        traced, call = export(model, own, Path(whole) if weights else scratch, backend)
-        calls, about = {"file": call}, description(model, own, traced)
-        about["compared"], line = compare(model, own, call)
+        traced, call = export(model, format_, Path(whole) if weights else scratch, backend)
+        calls, about = {"file": call}, description(model, format_, traced)
+        about["compared"], line = compare(model, format_, call)
         if weights is not None:
-            narrow, difference = narrow_file(model, own, weights, Path(whole), scratch, backend)
+            narrow, difference = narrow_file(model, format_, weights, Path(whole), scratch, backend)
             calls = {"file": narrow, "float32": call}
             about["weights"], about["compared"][weights] = weights, difference
             line += f"; with weights of {weights}: {difference:.1e}"
         lines = [line]
         write_text(scratch / PROCESSOR, json.dumps(processor, indent=2) + "\n")
         if files:
-            about["accuracy"], line = measured_accuracy(model, own, calls, files, scratch)
+            about["accuracy"], line = measured_accuracy(model, format_, calls, files, scratch)
             lines.append(line)
-        about["milliseconds"], about["quartiles"], timed = latencies(model, own, calls, backend)
+        about["milliseconds"], about["quartiles"], timed = latencies(model, format_, calls, backend)
         write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
     return [f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}", *lines, *timed]
 
@@ -239,28 +239,28 @@ def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
     return Traced(program, names, plain)
 
 
-def export(model: Any, own: Format, folder: Path, backend: str = BACKENDS[0]) -> tuple[Traced, Call]:
+def export(model: Any, format_: Format, folder: Path, backend: str = BACKENDS[0]) -> tuple[Traced, Call]:
     """Write a model in evaluation mode in a format, and load the file.
 
     Raises:
         ValueError: for what the format or its program cannot express; the message names the model.
     """
     traced = trace(model, backend)
-    with refused_by_name(model, own):
-        own.write(traced.program, traced.outputs, folder)
-        call = own.load(folder / own.file, torch.get_num_threads())
+    with refused_by_name(model, format_):
+        format_.write(traced.program, traced.outputs, folder)
+        call = format_.load(folder / format_.file, torch.get_num_threads())
     return traced, call
 
 
 @contextlib.contextmanager
-def refused_by_name(model: Any, own: Format) -> Iterator[None]:
+def refused_by_name(model: Any, format_: Format) -> Iterator[None]:
     """Turn what the packages of a format raise, errors of their own kinds, into a ValueError that names the model."""
     try:
         yield
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        raise ValueError(f"{_named(model)} cannot be exported to {own.title}: {_reason(error)}") from error
+        raise ValueError(f"{_named(model)} cannot be exported to {format_.title}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -271,7 +271,9 @@ def _reason(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def narrow_file(model: Any, own: Format, weights: str, whole: Path, folder: Path, backend: str) -> tuple[Call, float]:
+def narrow_file(
+    model: Any, format_: Format, weights: str, whole: Path, folder: Path, backend: str
+) -> tuple[Call, float]:
     """Write a model with other weights than float32 into a folder, load it, and find the largest of its `differences`.
 
     `whole` has the file of float32.
@@ -280,13 +282,13 @@ def narrow_file(model: Any, own: Format, weights: str, whole: Path, folder: Path
         ValueError: as `export`, and for outputs that are no numbers.
     """
     if weights == "bfloat16":
-        call = export(copy.deepcopy(model).to(torch.bfloat16), own, folder, backend)[1]
-    elif own is FORMATS["torch"]:
-        call = export(with_int8_layers(model), own, folder, backend)[1]
+        call = export(copy.deepcopy(model).to(torch.bfloat16), format_, folder, backend)[1]
+    elif format_ is FORMATS["torch"]:
+        call = export(with_int8_layers(model), format_, folder, backend)[1]
     else:
-        with refused_by_name(model, own):
-            (quantize_onnx if own is FORMATS["onnx"] else quantize_openvino)(whole, folder)
-            call = own.load(folder / own.file, torch.get_num_threads())
+        with refused_by_name(model, format_):
+            (quantize_onnx if format_ is FORMATS["onnx"] else quantize_openvino)(whole, folder)
+            call = format_.load(folder / format_.file, torch.get_num_threads())
     difference = float(differences(model, call).max())
     if not math.isfinite(difference):
         raise ValueError(f"--weights {weights}: outputs of {_named(model)} are no numbers then")
@@ -298,7 +300,7 @@ def chooses(config: Any) -> bool:
     return any(prior["predictor"] is not None or pruning_of(prior) is not None for prior in config.stage_priors)
 
 
-def compare(model: Any, own: Format, call: Call) -> tuple[dict[str, Any], str]:
+def compare(model: Any, format_: Format, call: Call) -> tuple[dict[str, Any], str]:
     """What deployment.json says of how far a file is from its model, and a line for the user.
 
     A model that `chooses` may choose otherwise for less than half of the images.
@@ -307,19 +309,19 @@ def compare(model: Any, own: Format, call: Call) -> tuple[dict[str, Any], str]:
         ValueError: for other outputs than the model's.
     """
     batches = CHOOSING_BATCHES if chooses(model.config) else BATCHES
-    found = differences(model, call, batches)
-    apart = found > ALLOWED
-    if apart.any() and not (chooses(model.config) and np.isfinite(found).all() and apart.mean() < 0.5):
+    gaps = differences(model, call, batches)
+    apart = gaps > ALLOWED
+    if apart.any() and not (chooses(model.config) and np.isfinite(gaps).all() and apart.mean() < 0.5):
         raise ValueError(
-            f"{_named(model)} as {own.title} gives other outputs than the model, by {found.max():.1e}, and at most "
+            f"{_named(model)} as {format_.title} gives other outputs than the model, by {gaps.max():.1e}, and at most "
             f"{ALLOWED:.0e} is allowed; --backend reference writes attention out"
         )
-    largest, numbers = float(found[~apart].max()), " and ".join(map(str, batches))
+    largest, numbers = float(gaps[~apart].max()), " and ".join(map(str, batches))
     line = f"largest difference from the model: {largest:.1e} (batches of {numbers})"
     if apart.any():
         line += (
             f"; {apart.sum()} of {len(apart)} images choose other keys or tokens, between scores that differ by "
-            f"rounding alone: {found.max():.1e}"
+            f"rounding alone: {gaps.max():.1e}"
         )
     about = {"batches": list(batches), "largest_difference": largest, "allowed": ALLOWED}
     return {**about, "images_that_choose_otherwise": int(apart.sum())}, line
@@ -329,7 +331,7 @@ def differences(model: Any, call: Call, batches: Sequence[int] = BATCHES) -> np.
     """Of each image, the largest difference between the outputs of a file and a model, in units of the largest output
     if that is above 1; infinite for what is no number and for outputs of another shape.
     """
-    found, module = [], Outputs(model).eval()
+    gaps, module = [], Outputs(model).eval()
     for batch in batches:
         pixels = images(model.config, batch, seed=batch)
         with torch.no_grad():
@@ -341,18 +343,18 @@ def differences(model: Any, call: Call, batches: Sequence[int] = BATCHES) -> np.
         for one, other in zip(given, expected, strict=True):
             off = np.abs(one - other).reshape(batch, -1).max(1) / max(1.0, np.abs(other).max())
             largest = np.maximum(largest, off)
-        found.append(np.where(np.isfinite(largest), largest, np.inf))
-    return np.concatenate(found)
+        gaps.append(np.where(np.isfinite(largest), largest, np.inf))
+    return np.concatenate(gaps)
 
 
-def description(model: Any, own: Format, traced: Traced) -> dict[str, Any]:
+def description(model: Any, format_: Format, traced: Traced) -> dict[str, Any]:
     """deployment.json, without what is measured."""
     config = model.config
     shape = ["batch", *images(config, 1).shape[1:]]
     labels = [config.id2label[index] for index in range(config.num_labels)] if traced.outputs == ["logits"] else None
     return {
-        "format": next(name for name, known in FORMATS.items() if known is own),
-        "file": own.file,
+        "format": next(name for name, known in FORMATS.items() if known is format_),
+        "file": format_.file,
         "model": type(model).__name__,
         "prior": config.prior_name,
         "weights": "float32",
@@ -361,7 +363,7 @@ def description(model: Any, own: Format, traced: Traced) -> dict[str, Any]:
         "outputs": traced.outputs,
         "labels": labels,
         "attention": dict(traced.plain.ran),
-        "versions": own.versions,
+        "versions": format_.versions,
     }
 
 
@@ -380,16 +382,16 @@ def labelled_files(folder: str | os.PathLike, model: Any) -> list[tuple[Path, in
 
 
 def measured_accuracy(
-    model: Any, own: Format, calls: Mapping[str, Call], files: Sequence[tuple[Path, int]], folder: Path
+    model: Any, format_: Format, calls: Mapping[str, Call], files: Sequence[tuple[Path, int]], folder: Path
 ) -> tuple[dict[str, float], str]:
     """Accuracy of files and model on images, which the processor of a folder prepares, and a line for the user."""
     classifiers: dict[str, Any] = {name: lambda pixels, call=call: call(pixels)[0] for name, call in calls.items()}
     classifiers["pytorch"] = lambda pixels: model(pixel_values=pixels).logits.numpy()
     with torch.no_grad():
-        found = accuracies(classifiers, files, load_image_processor(folder), model.config.num_channels)
-    names = contender_names(found, model, own)
-    return found, f"accuracy on {len(files)} images: " + "; ".join(
-        f"{names[name]} {100 * share:.2f} %" for name, share in found.items()
+        shares = accuracies(classifiers, files, load_image_processor(folder), model.config.num_channels)
+    names = contender_names(shares, model, format_)
+    return shares, f"accuracy on {len(files)} images: " + "; ".join(
+        f"{names[name]} {100 * share:.2f} %" for name, share in shares.items()
     )
 
 
@@ -413,31 +415,31 @@ def dense_twin(model: Any) -> Any:
     return None if twin.config.stage_priors == model.config.stage_priors else twin
 
 
-def contender_names(found: Iterable[str], model: Any, own: Format) -> dict[str, str]:
+def contender_names(keys: Iterable[str], model: Any, format_: Format) -> dict[str, str]:
     """What the user reads for keys of `CONTENDERS`."""
-    return {name: CONTENDERS[name].format(title=own.title, prior=model.config.prior_name) for name in found}
+    return {name: CONTENDERS[name].format(title=format_.title, prior=model.config.prior_name) for name in keys}
 
 
 def latencies(
-    model: Any, own: Format, calls: Mapping[str, Call], backend: str
+    model: Any, format_: Format, calls: Mapping[str, Call], backend: str
 ) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
     """Milliseconds of an image in each of `CONTENDERS` that there is, median and quartiles, and lines for the user."""
     pixels, contenders = images(model.config, 1), dict(calls)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         if backend != BACKENDS[0]:
-            contenders["default"] = export(model, own, Path(first))[1]
+            contenders["default"] = export(model, format_, Path(first))[1]
         if (twin := dense_twin(model)) is not None:
-            contenders["dense"] = export(twin, own, Path(second))[1]
+            contenders["dense"] = export(twin, format_, Path(second))[1]
         contenders["pytorch"] = lambda pixels: model(pixel_values=pixels)
         with torch.no_grad():
-            found = interleaved({name: functools.partial(run, pixels) for name, run in contenders.items()})
-    times = {name: round(median(values), 3) for name, values in found.items()}
-    quartiles = {name: np.percentile(values, (25, 75)).round(3).tolist() for name, values in found.items()}
-    names = contender_names(times, model, own)
+            timings = interleaved({name: functools.partial(run, pixels) for name, run in contenders.items()})
+    times = {name: round(median(values), 3) for name, values in timings.items()}
+    quartiles = {name: np.percentile(values, (25, 75)).round(3).tolist() for name, values in timings.items()}
+    names = contender_names(times, model, format_)
     width = max(map(len, names.values()))
     lines = [f"one image, {torch.get_num_threads()} threads, median:"]
     lines += [f"  {names[name]:<{width}}  {value:8.2f} ms" for name, value in times.items()]
-    return times, quartiles, [*lines, *advice(times, own.title, backend)]
+    return times, quartiles, [*lines, *advice(times, format_.title, backend)]
 
 
 def advice(times: dict[str, float], title: str, backend: str) -> list[str]:

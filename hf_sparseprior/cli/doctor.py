@@ -108,8 +108,10 @@ def _version(name: str) -> str | None:
 
 def _package_line(name: str) -> str:
     purpose, install = OPTIONAL[name]
-    found = _version(name)
-    return f"missing  {name} ({purpose}): {install}" if found is None else f"ok       {name} {found} ({purpose})"
+    installed = _version(name)
+    return (
+        f"missing  {name} ({purpose}): {install}" if installed is None else f"ok       {name} {installed} ({purpose})"
+    )
 
 
 def _task_checks(*extras: str) -> Iterator[str]:

@@ -24,18 +24,18 @@ def read_class_folders(folder: str | os.PathLike, classes: Sequence[str]) -> lis
     Raises:
         OSError: if there is no such folder, or no file in it. ValueError: for a folder that is not named as a class.
     """
-    folder, found = Path(folder), []
+    folder, labelled = Path(folder), []
     if not folder.is_dir():
         raise OSError(f"--images {folder} is no folder")
-    for own in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if own.name not in classes:
+    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if class_folder.name not in classes:
             names = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-            raise ValueError(f"--images: {own} must be named as a class of the model: {names}")
-        files = sorted(path for path in own.rglob("*") if path.is_file() and not path.name.startswith("."))
-        found += [(path, classes.index(own.name)) for path in files]
-    if not found:
+            raise ValueError(f"--images: {class_folder} must be named as a class of the model: {names}")
+        files = sorted(path for path in class_folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+        labelled += [(path, classes.index(class_folder.name)) for path in files]
+    if not labelled:
         raise OSError(f"--images {folder} must have a folder of images for each class")
-    return found
+    return labelled
 
 
 def read_image(file: Path, processor: Any, num_channels: int) -> Any:

@@ -71,10 +71,10 @@ def _families() -> Iterator[str]:
 def _rows(kind: str) -> dict[str, tuple[str, Mapping[str, Any]]]:
     """First line of the documentation and settings with their defaults, by name."""
     if kind == "supports":
-        return {name: (_first_line(own.function), support_settings(name)) for name, own in SUPPORTS.items()}
+        return {name: (_first_line(support.function), support_settings(name)) for name, support in SUPPORTS.items()}
     if kind == "backends":
-        return {name: (_first_line(own.run), {}) for name, own in BACKENDS.items()}
-    rows = {name: (_first_line(own), getattr(own, "SETTINGS", {})) for name, own in REGISTRIES[kind].items()}
+        return {name: (_first_line(backend.run), {}) for name, backend in BACKENDS.items()}
+    rows = {name: (_first_line(entry), getattr(entry, "SETTINGS", {})) for name, entry in REGISTRIES[kind].items()}
     if kind == "curves":
         clips = dict.fromkeys(CLIP_CURVES, " Also over clips.")
         return {name: (about + clips.get(name, ""), {}) for name, (about, _) in rows.items()}

@@ -215,7 +215,7 @@ def quantize_openvino(source: Path, folder: Path) -> None:
     import openvino
     import openvino.opset13 as ops
 
-    file, found = FORMATS["openvino"].file, 0
+    file, count = FORMATS["openvino"].file, 0
     model = openvino_core().read_model(source / file)
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul":
@@ -227,8 +227,8 @@ def quantize_openvino(source: Path, folder: Path) -> None:
         weight, scale = rounded(constant.data, 1 if node.get_attributes()["transpose_b"] else 0)
         back = ops.multiply(ops.convert(ops.constant(weight), "f32"), ops.constant(scale))
         node.input(1).replace_source_output(back.output(0))
-        found += 1
-    if not found:
+        count += 1
+    if not count:
         raise ValueError("--weights int8: the model has no matrix product with weights")
     openvino.save_model(model, folder / file, compress_to_fp16=False)
 

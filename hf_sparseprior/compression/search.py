@@ -103,21 +103,21 @@ class MaskSearch:
             if (axes := self.units.axes.get(f"{name}.weight")) is not None
         ]
         normed = {axes[0] for module, axes in weighted if isinstance(module, nn.BatchNorm2d)}
-        found: list[tuple[nn.Module, tuple[Group, ...], str]] = []
+        masked: list[tuple[nn.Module, tuple[Group, ...], str]] = []
         for module, axes in weighted:
             if isinstance(module, nn.LayerNorm):
                 # Without batch norms the tokens' width has its masks where it is read, which is in norms.
                 if _has(axes[0], WIDTH):
-                    found.append((module, axes[0], "norm"))
+                    masked.append((module, axes[0], "norm"))
             elif isinstance(module, nn.BatchNorm2d):
                 if not _has(axes[0], VALUE_WIDTH):
-                    found.append((module, axes[0], "output"))
+                    masked.append((module, axes[0], "output"))
             elif isinstance(module, nn.Linear):
                 if axes[0] not in normed and not _has(axes[0], WIDTH):
-                    found.append((module, axes[0], "output"))
+                    masked.append((module, axes[0], "output"))
                 if _has(axes[1], VALUE_WIDTH):
-                    found.append((module, axes[1], "input"))
-        return [entry for entry in found if any(group in self.masks for group in entry[1])]
+                    masked.append((module, axes[1], "input"))
+        return [entry for entry in masked if any(group in self.masks for group in entry[1])]
 
     def values(self, axis: tuple[Group, ...]) -> Tensor:
         """The masks along an axis."""
@@ -141,12 +141,12 @@ class MaskSearch:
         sums = {group: self._gradients(mask) for group, mask in self.masks.items()}
         scores: dict[Group, Tensor] = {}
         for kind in {group.kind for group in sums}:
-            own = {group: value for group, value in sums.items() if group.kind == kind}
-            every = torch.cat(list(own.values()))
+            of_kind = {group: value for group, value in sums.items() if group.kind == kind}
+            every = torch.cat(list(of_kind.values()))
             deviation = every.std() if len(every) > 1 else every.new_zeros(())
             scores |= {
                 group: (value - every.mean()) / deviation if deviation > 0 else torch.zeros_like(value)
-                for group, value in own.items()
+                for group, value in of_kind.items()
             }
         return scores
 
@@ -167,9 +167,9 @@ class MaskSearch:
         scores = self.scores()
         ranked = [
             (float(score), group, unit)
-            for group, own in scores.items()
-            for unit, score in enumerate(own)
-            if unit != int(own.argmin())
+            for group, values in scores.items()
+            for unit, score in enumerate(values)
+            if unit != int(values.argmin())
         ]
         ranked.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
         budget, sizes = share * self.total, dict(self.units.sizes)

@@ -65,11 +65,11 @@ class Units:
 
     def _sizes(self, model: Any) -> dict[Group, int]:
         sizes: dict[Group, int] = {}
-        for layer, own in enumerate(self.config.layers):
+        for layer, layer_sizes in enumerate(self.config.layers):
             sizes |= {
-                Group(HEADS, layer): len(own.heads),
-                Group(HEAD_WIDTH, layer): own.head_width,
-                Group(MLP_WIDTH, layer): own.mlp_width,
+                Group(HEADS, layer): len(layer_sizes.heads),
+                Group(HEAD_WIDTH, layer): layer_sizes.head_width,
+                Group(MLP_WIDTH, layer): layer_sizes.mlp_width,
             }
         for kind, widths in self.config.inner_widths.items():
             sizes |= {Group(kind, place): width for place, width in enumerate(widths)}

@@ -181,20 +181,20 @@ def convert_checkpoint(
         raise ValueError(f"{source} is a {family}, which {to} cannot express")
     target = targets[to][family]
     config_class: Any = FAMILIES[family].config_class
-    own = config_class.from_dict(fields)
-    config = own if prior is None else config_class.from_dict({**fields, "prior": prior})
+    source_config = config_class.from_dict(fields)
+    config = source_config if prior is None else config_class.from_dict({**fields, "prior": prior})
     if target is not own_models and config.compressed is not None:
         raise ValueError(f"{source} is compressed, which {to} cannot express: its layers differ in heads and widths")
     if target is not own_models and config.prior_name != "dense":
         raise ValueError(f"prior {config.prior_name!r} has no place in {to}; --prior dense drops it")
-    if own.prior_name != "dense" and own.prior != config.prior:
+    if source_config.prior_name != "dense" and source_config.prior != config.prior:
         notes.append(
-            f"note: the source's prior {own.prior_name!r} is replaced by {config.prior_name!r}; "
+            f"note: the source's prior {source_config.prior_name!r} is replaced by {config.prior_name!r}; "
             "the new model computes something else"
         )
     same_prior = all(
         old["decay"] == new["decay"] and old["extras"] == new["extras"]
-        for old, new in zip(own.stage_priors, config.stage_priors, strict=True)
+        for old, new in zip(source_config.stage_priors, config.stage_priors, strict=True)
     )
     if not same_prior:
         weights = {key: value for key, value in weights.items() if not is_prior_weight(key)}

@@ -98,8 +98,8 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
 
     def first(kind: str, part: str) -> tuple[int, tuple[int, ...]] | None:
         """Stage and shape of a convolution in the first block of this kind."""
-        for (stage, block), own in kinds.items():
-            if own == kind:
+        for (stage, block), block_kind in kinds.items():
+            if block_kind == kind:
                 return stage, _shape(state, f"stages.{stage}.{block}.block.{part}")
         return None
 
@@ -117,14 +117,14 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
         ("kernel_size", "convolution", "token_channel_mixer.m.0"),
         ("position_kernel_size", "encoding", "cpe.m"),
     ):
-        if (found := first(kind, part)) is not None:
-            taken[name] = found[1][2]
+        if (stage_shape := first(kind, part)) is not None:
+            taken[name] = stage_shape[1][2]
     for name, kind, part in (
         ("conv_ratio", "convolution", "token_channel_mixer.m.1"),
         ("mlp_ratio", "MLP", "channel_mixer.m.0"),
     ):
-        if (found := first(kind, part)) is not None:
-            taken[name] = found[1][0] // widths[found[0]]
+        if (stage_shape := first(kind, part)) is not None:
+            taken[name] = stage_shape[1][0] // widths[stage_shape[0]]
     for (stage, block), kind in kinds.items():
         if kind == "attention":
             taken["key_reduction"][stage] = _key_reduction(state, f"stages.{stage}.{block}.block", widths[stage])
@@ -173,12 +173,12 @@ def _depths(kinds: dict[tuple[int, int], str]) -> dict[str, list[int]]:
     """
     depths: dict[str, list[int]] = {"conv_depths": [], "attention_depths": [], "final_conv_depths": []}
     for stage in range(NUM_STAGES):
-        own = [kind for (number, _), kind in kinds.items() if number == stage]
-        layers = own.count("attention")
-        begin = own.index(LAYER[0]) if layers and LAYER[0] in own else len(own)
-        last = len(own) - begin - BLOCKS_OF_A_LAYER * layers
-        if own != ["convolution"] * begin + list(LAYER) * layers + ["convolution"] * last:
-            raise ValueError(f"stages.{stage} has blocks {', '.join(own)}; attention layers must follow each other")
+        blocks = [kind for (number, _), kind in kinds.items() if number == stage]
+        layers = blocks.count("attention")
+        begin = blocks.index(LAYER[0]) if layers and LAYER[0] in blocks else len(blocks)
+        last = len(blocks) - begin - BLOCKS_OF_A_LAYER * layers
+        if blocks != ["convolution"] * begin + list(LAYER) * layers + ["convolution"] * last:
+            raise ValueError(f"stages.{stage} has blocks {', '.join(blocks)}; attention layers must follow each other")
         for name, number in zip(depths, (begin, layers, last), strict=True):
             depths[name].append(number)
     return depths
@@ -270,8 +270,8 @@ def _their_place(config: Any, stage: int, kind: str, index: int, part: str) -> t
     if kind != "layers":
         after = first + BLOCKS_OF_A_LAYER * config.attention_depths[stage]
         return replace_stem(part, swapped(PARTS["convolution"])), index + (after if kind.startswith("final") else 0)
-    for number, own in enumerate(LAYER):
-        if (theirs := replace_stem(part, swapped(PARTS[own]))) != part:
+    for number, block_kind in enumerate(LAYER):
+        if (theirs := replace_stem(part, swapped(PARTS[block_kind]))) != part:
             return theirs, first + BLOCKS_OF_A_LAYER * index + number
     raise AssertionError(f"unreachable: {part} is in every layer")
 

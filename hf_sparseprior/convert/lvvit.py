@@ -58,9 +58,9 @@ def _twice(sides: int | list[int]) -> int | list[int]:
 
 def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The weights under our names, and the names left out."""
-    own = {key: name for key in state if (name := _own_name(key)) is not None}
-    rest, unused = timm_vit.rename({key: value for key, value in state.items() if key not in own})
-    return {**rest, **{name: state[key] for key, name in own.items()}}, unused
+    our_names = {key: name for key in state if (name := _own_name(key)) is not None}
+    rest, unused = timm_vit.rename({key: value for key, value in state.items() if key not in our_names})
+    return {**rest, **{name: state[key] for key, name in our_names.items()}}, unused
 
 
 def _own_name(key: str) -> str | None:

@@ -131,8 +131,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         if stem not in JOINT:
             renamed[f"{layer}.{replace_stem(block[2], BLOCK_STEMS)}"] = value
             continue
-        for part, own in zip(JOINT[stem], value.chunk(len(JOINT[stem])), strict=True):
-            renamed[f"{layer}.attention.{part}.{leaf}"] = own.contiguous()
+        for part, chunk in zip(JOINT[stem], value.chunk(len(JOINT[stem])), strict=True):
+            renamed[f"{layer}.attention.{part}.{leaf}"] = chunk.contiguous()
     return renamed, []
 
 

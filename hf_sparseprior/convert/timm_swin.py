@@ -121,17 +121,17 @@ def _refuse_other_architectures(state: dict[str, Tensor], settings: dict[str, An
 
 def _of_stages(state: dict[str, Tensor], name: str) -> list[Tensor]:
     """The weight of this name in the first block of each stage that has it."""
-    found: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
     stages = 0
     for key, value in state.items():
         if match := BLOCK.fullmatch(key):
             stages = max(stages, int(match[1]) + 1)
             if match[3] == name:
-                found.setdefault(int(match[1]), value)
+                weights.setdefault(int(match[1]), value)
     for stage in range(stages):
-        if stage not in found or found[stage].dim() != 2:
+        if stage not in weights or weights[stage].dim() != 2:
             raise ValueError(f"layers.{stage}.blocks: no block has a matrix {name}")
-    return [found[stage] for stage in range(stages)]
+    return [weights[stage] for stage in range(stages)]
 
 
 def _windows(state: dict[str, Tensor]) -> list[int]:

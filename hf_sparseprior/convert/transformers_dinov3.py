@@ -118,8 +118,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
             unused.append(key)
         elif name == "embeddings.register_tokens" and not value.numel():
             continue  # an empty one, where ours has none
-        elif (own := prior_weight_name(name)) is not None:
-            renamed[own] = value
+        elif (scalar_name := prior_weight_name(name)) is not None:
+            renamed[scalar_name] = value
         else:
             for ours, theirs in NAMES:
                 name = name.replace(theirs, ours)

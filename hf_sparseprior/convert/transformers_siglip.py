@@ -127,8 +127,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
             unused.append(name)
         elif name.startswith("head."):
             renamed[ATTENTION_POOLING + name.removeprefix("head.")] = value
-        elif (own := prior_weight_name(name)) is not None:
-            renamed[own] = value
+        elif (scalar_name := prior_weight_name(name)) is not None:
+            renamed[scalar_name] = value
         elif name.startswith("classifier."):
             renamed[name] = value
         else:

@@ -97,11 +97,12 @@ def fields(state: dict[str, Tensor], settings: dict[str, Any] | None) -> dict[st
     taken = {name: config[name] for name in SHARED} | {name: settings[name] for name in optional if settings.get(name)}
     if (prior := recorded_prior(state, settings)) is not None:
         taken["prior"] = prior
-    own = SparsePriorSwinConfig(**taken)
-    if own.windows != [own.window_size] * len(own.windows):
+    our_config = SparsePriorSwinConfig(**taken)
+    if our_config.windows != [our_config.window_size] * len(our_config.windows):
         raise ValueError(
-            f"window_size={own.window_size} must not be larger than a stage, and image_size={own.image_size} gives "
-            f"stages of {_sizes(own.grids)} patches: Swin of transformers cannot run at this size"
+            f"window_size={our_config.window_size} must not be larger than a stage, and "
+            f"image_size={our_config.image_size} gives stages of {_sizes(our_config.grids)} patches: "
+            "Swin of transformers cannot run at this size"
         )
     return taken
 

@@ -141,8 +141,8 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
             continue
         if name in UNUSED:
             unused.append(key)
-        elif (own := prior_weight_name(name)) is not None:
-            renamed[own] = value
+        elif (scalar_name := prior_weight_name(name)) is not None:
+            renamed[scalar_name] = value
         elif name.startswith(("classifier.", "cls_classifier.", "distillation_classifier.")):
             renamed[name.replace("cls_classifier.", "classifier.")] = value
         else:

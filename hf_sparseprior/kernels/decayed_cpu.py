@@ -78,8 +78,8 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     q, k, v, positions, log_gamma, alpha, prefix_gamma = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         inputs = (q, k, v, log_gamma, alpha, prefix_gamma)
-        found = gradients(decayed, inputs, grad, positions=positions, scale=ctx.options[1])
-        return *found[:3], None, *found[3:], None, None
+        grads = gradients(decayed, inputs, grad, positions=positions, scale=ctx.options[1])
+        return *grads[:3], None, *grads[3:], None, None
     dq, dk, dv, *scalars = torch.ops.hf_sparseprior.decayed_backward(
         grad, q, k, v, positions, log_gamma, alpha, prefix_gamma, *ctx.options
     )

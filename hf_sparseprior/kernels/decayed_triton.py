@@ -367,9 +367,9 @@ def _decay_table(
     if batch < TABLE_IMAGES or 4 * heads * tokens**2 > TABLE_BYTES:
         return None
     table = q.new_empty((heads, tokens, tokens), dtype=torch.float32)
-    own = {name: sizes[name] for name in ("CURVES", "AXES", "PREFIX", "ROWS", "KEYS", "num_warps")}
+    options = {name: sizes[name] for name in ("CURVES", "AXES", "PREFIX", "ROWS", "KEYS", "num_warps")}
     blocks = triton.cdiv(tokens, sizes["ROWS"]) * triton.cdiv(tokens, sizes["KEYS"])
-    _forward_decay[(heads * blocks,)](table, positions, log_gamma, prefix_gamma, heads, tokens - prefix, **own)
+    _forward_decay[(heads * blocks,)](table, positions, log_gamma, prefix_gamma, heads, tokens - prefix, **options)
     return table
 
 
@@ -459,8 +459,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
         positions, *scalars, seed = tensors
         _, scale, dropout_p = ctx.options
         keep = kept_pairs(q, seed, dropout_p)
-        found = gradients(decayed, (q, k, v, *scalars), grad, positions=positions, scale=scale, keep=keep)
-        return *found[:3], None, *found[3:], *(None,) * 4
+        grads = gradients(decayed, (q, k, v, *scalars), grad, positions=positions, scale=scale, keep=keep)
+        return *grads[:3], None, *grads[3:], *(None,) * 4
     learns_decay = any(ctx.needs_input_grad[4:7])
     dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
         grad, q, k, v, stats, *tensors, *ctx.options, learns_decay

@@ -130,12 +130,12 @@ def _kept_pairs(drop: Tensor, q: Tensor, offsets: Tensor, counts: Tensor, prefix
     for head, count in enumerate(counts.tolist()):
         columns = count + max(prefix, 1)
         size = batch * columns * _padded(patches)
-        own = drop[begin : begin + size].view(batch, columns, -1)[..., :patches]
-        keep[:, head, prefix:, :prefix] = own[:, :prefix].mT
+        factors = drop[begin : begin + size].view(batch, columns, -1)[..., :patches]
+        keep[:, head, prefix:, :prefix] = factors[:, :prefix].mT
         number, row, key = offset_pairs(offsets[first : first + count], patches)
         if not prefix:  # patches that see none else
-            keep[:, head].diagonal(0, -2, -1).copy_(own[:, -1])
-        keep[:, head, prefix + row, prefix + key] = own[:, prefix + number, row]
+            keep[:, head].diagonal(0, -2, -1).copy_(factors[:, -1])
+        keep[:, head, prefix + row, prefix + key] = factors[:, prefix + number, row]
         begin, first = begin + size, first + count
     keep[:, :, :prefix] = drop[begin:].view(batch, heads, prefix, tokens)
     return keep
@@ -186,8 +186,8 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple:
         tables = {"offsets": offsets, "counts": counts, "pair_begin": pair_begin, "prefix": prefix, "scale": scale}
         keep = None if drop is None else _kept_pairs(drop, q, offsets, counts, prefix)
         inputs = (q, k, v, pair_weights, prefix_weight, self_weight)
-        found = gradients(on_diagonals, inputs, grad, **tables, zero_fill=zero_fill, keep=keep)
-        return *found[:3], *(None,) * 5, found[3], None, *found[4:], None, None
+        grads = gradients(on_diagonals, inputs, grad, **tables, zero_fill=zero_fill, keep=keep)
+        return *grads[:3], *(None,) * 5, grads[3], None, *grads[4:], None, None
     dq, dk, dv, d_pairs, d_prefix, d_self = torch.ops.hf_sparseprior.diagonal_backward(
         grad, q, k, v, out, offsets, counts, prefix, scale, zero_fill, pair_weights, pair_begin, prefix_weight,
         self_weight, drop, *kept,

@@ -206,12 +206,12 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
     if torch.is_grad_enabled():  # create_graph=True
         offsets, begin, pair_weights, pair_begin, prefix_weight, self_weight, seed = tables
         prefix, scale, zero_fill, dropout_p = ctx.options
-        found = gradients(
+        grads = gradients(
             on_diagonals, (q, k, v, pair_weights, prefix_weight, self_weight), grad, offsets=offsets,
             counts=begin.diff(), pair_begin=pair_begin, prefix=prefix, scale=scale, zero_fill=zero_fill,
             keep=kept_pairs(q, seed, dropout_p),
         )  # fmt: skip
-        return *found[:3], None, None, found[3], None, *found[4:], *(None,) * 5
+        return *grads[:3], None, None, grads[3], None, *grads[4:], *(None,) * 5
     dq, dk, dv, *d_weights = torch.ops.hf_sparseprior.diagonal_triton_backward(
         grad, q, k, v, out, stats, *tables, *ctx.options
     )

@@ -69,9 +69,9 @@ def _one_way(q_rows, k_rows, v_rows, g_rows, delta, high, share, weight, keep, v
 
 
 @triton.jit
-def _both_ways(own, others, weight, keep, keep_back, valid, scale):
+def _both_ways(own_tokens, others, weight, keep, keep_back, valid, scale):
     """`_one_way` with the own tokens as rows, and with the others as rows."""
-    q_rows, k_rows, v_rows, g_rows, delta, high, share = own
+    q_rows, k_rows, v_rows, g_rows, delta, high, share = own_tokens
     q_others, k_others, v_others, g_others, delta_others, high_others, share_others = others
     there, prob, by_weight = _one_way(
         q_rows, k_others, v_others, g_rows, delta, high, share, weight, keep, valid, scale
@@ -95,7 +95,7 @@ def _gains(own_gains, others, there, back, prob_back):
 
 @triton.jit
 def _at_offset(
-    own, own_gains, pointers, strides, stats, delta, floor, pair_weights, pair_begin, pair_grads, pair_stride,
+    own_tokens, own_gains, pointers, strides, stats, delta, floor, pair_weights, pair_begin, pair_grads, pair_stride,
     signed_offsets, number, rows, exists, patches, per_row, seed, slot, batch, scale, dropout_p,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -109,11 +109,13 @@ def _at_offset(
         q_pointers + offset * q_strides[2], k_pointers + offset * k_strides[2], v_pointers + offset * v_strides[2],
         g_pointers + offset * grad_strides[2], o_pointers + offset * out_strides[2],
     )  # fmt: skip
-    found = _load_tokens(moved, stats, delta, per_row + offset, valid, WIDTH, COLUMNS)
+    other_tokens = _load_tokens(moved, stats, delta, per_row + offset, valid, WIDTH, COLUMNS)
     weight = pair_weight(pair_weights, pair_begin, number, rows, others, valid)
     keep = keep_factor(seed, slot, rows + PREFIX, others + PREFIX, dropout_p)
     keep_back = keep_factor(seed, slot, others + PREFIX, rows + PREFIX, dropout_p)
-    there, _, by_weight, back, prob_back, by_weight_back = _both_ways(own, found, weight, keep, keep_back, valid, scale)
+    there, _, by_weight, back, prob_back, by_weight_back = _both_ways(
+        own_tokens, other_tokens, weight, keep, keep_back, valid, scale
+    )
     if floor is not None:
         prob_back -= tl.load(floor + per_row + offset, mask=valid, other=0.0)
     if pair_grads is not None:  # noqa: SIM102 (the compiler drops one of them, the other runs)
@@ -121,17 +123,17 @@ def _at_offset(
             total = by_weight + tl.where(offset > 0, by_weight_back, 0.0)
             at = batch * pair_stride + tl.load(pair_begin + number) + rows
             tl.store(pair_grads + at, total, mask=valid)
-    return _gains(own_gains, found, there, back, prob_back)
+    return _gains(own_gains, other_tokens, there, back, prob_back)
 
 
 @triton.jit
-def _alone(own, own_gains, alone, weight, keep, floor, per_row, scale):
+def _alone(own_tokens, own_gains, alone, weight, keep, floor, per_row, scale):
     """What patches give themselves that see nothing else, and the gradient of their weight."""
-    q_rows, k_rows, v_rows, g_rows, delta, high, share = own
+    q_rows, k_rows, v_rows, g_rows, delta, high, share = own_tokens
     slope, prob, by_weight = _one_way(q_rows, k_rows, v_rows, g_rows, delta, high, share, weight, keep, alone, scale)
     if floor is not None:
         prob -= tl.load(floor + per_row, mask=alone, other=0.0)
-    return _gains(own_gains, own, slope, slope, prob), by_weight
+    return _gains(own_gains, own_tokens, slope, slope, prob), by_weight
 
 
 @triton.jit
@@ -152,7 +154,7 @@ def _patch_rows(
         grad, q, k, v, out, grad_strides, q_strides, k_strides, v_strides, out_strides, batch, head, tokens, COLUMNS
     )
     per_row = slot * (PREFIX + patches) + tokens
-    own = _load_tokens(pointers, stats, delta, per_row, exists, WIDTH, COLUMNS)
+    own_tokens = _load_tokens(pointers, stats, delta, per_row, exists, WIDTH, COLUMNS)
     zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
     dv_rows = zeros
     if floor_sum is not None:
@@ -170,25 +172,25 @@ def _patch_rows(
         keep = keep_factor(seed, slot, tokens, token, dropout_p)
         keep_back = keep_factor(seed, slot, token, tokens, dropout_p)
         there, prob, by_weight, back, prob_back, by_weight_back = _both_ways(
-            own, others, factor, keep, keep_back, exists, scale
+            own_tokens, others, factor, keep, keep_back, exists, scale
         )
         gains = _gains(gains, others, there, back, prob_back)
         by_prefix += by_weight + by_weight_back
         if prefix_parts is not None:
             part = prefix_parts + 3 * ((slot * PREFIX + token) * blocks + block) * WIDTH + columns
-            tl.store(part, tl.sum(back[:, None] * own[1], 0), mask=columns < WIDTH)
-            tl.store(part + WIDTH, tl.sum(there[:, None] * own[0], 0), mask=columns < WIDTH)
-            tl.store(part + 2 * WIDTH, tl.sum(prob[:, None] * own[3], 0), mask=columns < WIDTH)
+            tl.store(part, tl.sum(back[:, None] * own_tokens[1], 0), mask=columns < WIDTH)
+            tl.store(part + WIDTH, tl.sum(there[:, None] * own_tokens[0], 0), mask=columns < WIDTH)
+            tl.store(part + 2 * WIDTH, tl.sum(prob[:, None] * own_tokens[3], 0), mask=columns < WIDTH)
     for number in range(first, last):
         gains = _at_offset(
-            own, gains, pointers, strides, stats, delta, floor, pair_weights, pair_begin, pair_grads, pair_stride,
-            signed_offsets, number, rows, exists, patches, per_row, seed, slot, batch, scale, dropout_p,
+            own_tokens, gains, pointers, strides, stats, delta, floor, pair_weights, pair_begin, pair_grads,
+            pair_stride, signed_offsets, number, rows, exists, patches, per_row, seed, slot, batch, scale, dropout_p,
             PREFIX, WIDTH, COLUMNS,
         )  # fmt: skip
     if PREFIX == 0:
         alone = exists & (count_keys(signed_offsets, first, last, rows, patches) == 0)
         keep = keep_factor(seed, slot, tokens, tokens, dropout_p)
-        gains, by_weight = _alone(own, gains, alone, head_weight(self_weight, head), keep, floor, per_row, scale)
+        gains, by_weight = _alone(own_tokens, gains, alone, head_weight(self_weight, head), keep, floor, per_row, scale)
         if self_weight_parts is not None:
             tl.store(self_weight_parts + slot * blocks + block, tl.sum(by_weight, 0))
     if prefix_weight_parts is not None:
@@ -215,7 +217,7 @@ def _prefix_row(
     of_token = _pointers(
         grad, q, k, v, out, grad_strides, q_strides, k_strides, v_strides, out_strides, batch, head, same, COLUMNS
     )
-    own = _load_tokens(of_token, stats, None, slot * tokens + same, same >= 0, WIDTH, COLUMNS)
+    own_tokens = _load_tokens(of_token, stats, None, slot * tokens + same, same >= 0, WIDTH, COLUMNS)
     zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
     gains = (zeros, zeros, zeros)
     by_prefix = tl.zeros((ROWS,), tl.float32)
@@ -230,7 +232,7 @@ def _prefix_row(
         keep = keep_factor(seed, slot, token, numbers, dropout_p)
         keep_back = keep_factor(seed, slot, numbers, token, dropout_p)
         there, _, by_weight, back, prob_back, by_weight_back = _both_ways(
-            own, others, factor, keep, keep_back, valid, scale
+            own_tokens, others, factor, keep, keep_back, valid, scale
         )
         gains = _gains(gains, others, there, back, prob_back)
         by_prefix += by_weight + tl.where(numbers < PREFIX, 0.0, by_weight_back)

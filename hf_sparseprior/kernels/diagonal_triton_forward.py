@@ -147,13 +147,13 @@ def _prefix_row(
             part = start + lanes
             valid = part < blocks
             at = (slot * PREFIX + token) * blocks + part
-            own = tl.load(part_stats + 2 * at, mask=valid, other=float("-inf"))
+            highs = tl.load(part_stats + 2 * at, mask=valid, other=float("-inf"))
             totals = tl.load(part_stats + 2 * at + 1, mask=valid, other=0.0)
             mask = row_mask(valid, WIDTH, COLUMNS)
             values = tl.load(parts + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
-            higher = tl.maximum(high, own)
+            higher = tl.maximum(high, highs)
             finite = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink, share = tl.exp(high - finite), tl.exp(own - finite)
+            shrink, share = tl.exp(high - finite), tl.exp(highs - finite)
             total = total * shrink + share * totals
             acc = acc * shrink[:, None] + share[:, None] * values
             high = higher

@@ -63,8 +63,8 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     q, k, v, keys, factor, prefix_factor = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         inputs = (q, k, v, factor, prefix_factor)
-        found = gradients(listed, inputs, grad, keys=keys, scale=ctx.options[1])
-        return *found[:3], None, *found[3:], None, None
+        grads = gradients(listed, inputs, grad, keys=keys, scale=ctx.options[1])
+        return *grads[:3], None, *grads[3:], None, None
     dq, dk, dv, d_factor, d_prefix = torch.ops.hf_sparseprior.listed_backward(
         grad, q, k, v, keys, factor, prefix_factor, *ctx.options
     )

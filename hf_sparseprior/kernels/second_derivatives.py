@@ -32,8 +32,8 @@ def gradients(
     # Views, so that one tensor in two places, or made from another one, gets what belongs to each place alone.
     places = [None if x is None else x.view_as(x) for x in inputs]
     wanted = [x for x in places if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(attend(*places, **options), wanted, grad, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in places]
+    grads = iter(torch.autograd.grad(attend(*places, **options), wanted, grad, create_graph=True, allow_unused=True))
+    return [next(grads) if x is not None and x.requires_grad else None for x in places]
 
 
 def _dense(
@@ -103,8 +103,8 @@ def on_diagonals(
     alone = torch.zeros(heads, patches, dtype=torch.bool, device=q.device) if prefix else ~mask.any(-1)
     factor = None
     if pair_weights is not None and pair_begin is not None and prefix_weight is not None and self_weight is not None:
-        own = pair_weights[pair_begin[number] + torch.minimum(row, key)]
-        factor = pair_weights.new_zeros(mask.shape).index_put((head, row, key), own)
+        weights = pair_weights[pair_begin[number] + torch.minimum(row, key)]
+        factor = pair_weights.new_zeros(mask.shape).index_put((head, row, key), weights)
         factor = _with_prefix(factor + torch.diag_embed(alone * self_weight.unsqueeze(-1)), prefix_weight, prefix)
     mask = F.pad(mask | torch.diag_embed(alone), (prefix, 0, prefix, 0), value=True)
     return _dense(q, k, v, scale, factor, mask, zero_fill, keep)

@@ -71,8 +71,8 @@ def default_sizes(kernel: str, element_size: int, columns: int) -> Sizes:
         kernel: one of `KERNELS`. element_size: bytes of an element. columns: the padded head width.
     """
     if kernel in DIAGONAL:
-        own = DIAGONAL[kernel]
-        return {"ROWS": max(1, min(MAX_ROWS, own["elements"] // columns)), "num_warps": own["num_warps"]}
+        settings = DIAGONAL[kernel]
+        return {"ROWS": max(1, min(MAX_ROWS, settings["elements"] // columns)), "num_warps": settings["num_warps"]}
     table: dict[str, Any] = DECAYED[element_size, max(64, columns)]
     rows, keys = table[kernel]
     return {"ROWS": rows, "KEYS": keys, "num_warps": table["num_warps"], "num_stages": table["num_stages"]}
@@ -107,8 +107,8 @@ def tuned(device: str | None) -> dict[str, Sizes]:
     if device is None or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get(device, {})
-        return {key: _checked(key, sizes) for key, sizes in found.items()}
+        entries = json.loads(path.read_text(encoding="utf-8")).get(device, {})
+        return {key: _checked(key, sizes) for key, sizes in entries.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no table of block sizes ({error}); remove it, or tune again") from None
 
@@ -116,13 +116,13 @@ def tuned(device: str | None) -> dict[str, Sizes]:
 def _checked(key: str, sizes: Any) -> Sizes:
     """The sizes of an entry, which has those of its kernel's default."""
     kernel, element_size, columns = key.split()
-    found = {name: int(sizes[name]) for name in default_sizes(kernel, int(element_size), int(columns))}
-    for name, value in found.items():
+    numbers = {name: int(sizes[name]) for name in default_sizes(kernel, int(element_size), int(columns))}
+    for name, value in numbers.items():
         if not 1 <= value <= LARGEST[name]:
             raise ValueError(f"{name}={value} must be 1 to {LARGEST[name]}")
         if name != "num_stages" and value & (value - 1):
             raise ValueError(f"{name}={value} must be a power of 2")
-    return found
+    return numbers
 
 
 def keep_tuned(device: str, entries: dict[str, Sizes]) -> Path:

@@ -93,10 +93,10 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     if torch.is_grad_enabled():  # create_graph=True
         names = ("positions", "offsets", "counts", "pair_begin")
         options = dict(zip(names, tables, strict=True))
-        found = gradients(weigh, (log_gamma, alpha), grad, **options, pairs=grad.shape[0])
+        grads = gradients(weigh, (log_gamma, alpha), grad, **options, pairs=grad.shape[0])
     else:
-        found = torch.ops.hf_sparseprior.pair_weights_backward(grad, *tables, log_gamma, alpha)
-    return None, None, None, None, *found, None
+        grads = torch.ops.hf_sparseprior.pair_weights_backward(grad, *tables, log_gamma, alpha)
+    return None, None, None, None, *grads, None
 
 
 def weigh(
@@ -108,8 +108,8 @@ def weigh(
     number, row, key = offset_pairs(offsets, patches)
     number, row, key = (x[key >= row] for x in (number, row, key))
     head = torch.arange(heads, device=counts.device).repeat_interleave(counts)[number]
-    own = positions.expand(heads, -1, -1, -1)[head, :, :, row] - positions.expand(heads, -1, -1, -1)[head, :, :, key]
-    powers = torch.exp(own.abs().sum(-1) * log_gamma.t()[head])  # (pairs, C)
+    gaps = positions.expand(heads, -1, -1, -1)[head, :, :, row] - positions.expand(heads, -1, -1, -1)[head, :, :, key]
+    powers = torch.exp(gaps.abs().sum(-1) * log_gamma.t()[head])  # (pairs, C)
     weights = powers.mean(-1) * alpha[head]
     return alpha.new_zeros(pairs).index_put((pair_begin[number] + row,), weights)
 
@@ -138,10 +138,10 @@ def _listed_backward(ctx: Any, grad: Tensor | None) -> tuple:
         return (None,) * 6
     positions, keys, *scalars = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        found = gradients(weigh_lists, scalars, grad, positions=positions, keys=keys, prefix=ctx.prefix)
+        grads = gradients(weigh_lists, scalars, grad, positions=positions, keys=keys, prefix=ctx.prefix)
     else:
-        found = torch.ops.hf_sparseprior.listed_weights_backward(grad, positions, keys, ctx.prefix, *scalars)
-    return None, None, None, *found
+        grads = torch.ops.hf_sparseprior.listed_weights_backward(grad, positions, keys, ctx.prefix, *scalars)
+    return None, None, None, *grads
 
 
 def weigh_lists(

@@ -232,11 +232,11 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
         kept = total = 0.0
         layers = enumerate(self.layers)
         for prior, stage in zip(self.stage_priors, self.stages, strict=True):
-            prefix, own = self.prefix_tokens(stage), list(itertools.islice(layers, stage.num_layers))
+            prefix, stage_layers = self.prefix_tokens(stage), list(itertools.islice(layers, stage.num_layers))
             tokens = prefix + math.prod(stage.grid)
             if whole := self.compressed is None:
-                own = own[:1]  # as all others
-            for number, layer in own:
+                stage_layers = stage_layers[:1]  # as all others
+            for number, layer in stage_layers:
                 heads = None if whole else layer.heads
                 key = LayerKey(layer.num_supports, stage.grid, number, prior.get("time", "frame"), heads)
                 ratio = prior_pruning_ratio(prior, key, prefix, layer.head_width)
@@ -281,8 +281,8 @@ class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
         """
         stages = [stage for stage in self.stages if stage.takes_prior]
         priors = resolve_stages(self.priors_of_stages(prior), stages)
-        for own in priors:
-            self.check_prior(own)
+        for resolved in priors:
+            self.check_prior(resolved)
         return priors
 
     def priors_of_stages(self, prior: Any) -> PriorSpec | Sequence[PriorSpec | None] | None:

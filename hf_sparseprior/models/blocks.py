@@ -49,8 +49,8 @@ class MLP(nn.Module):
         hidden_states = self.activation(self.fc1(hidden_states))
         for branch in self.locality.values():
             if isinstance(grid, Packing):
-                own = functools.partial(branch, num_prefix_tokens=num_prefix_tokens)
-                hidden_states = grid.by_grid(own, hidden_states, num_prefix_tokens)
+                bound_branch = functools.partial(branch, num_prefix_tokens=num_prefix_tokens)
+                hidden_states = grid.by_grid(bound_branch, hidden_states, num_prefix_tokens)
             else:
                 hidden_states = branch(hidden_states, grid, num_prefix_tokens)
         return self.fc2(hidden_states)
@@ -111,14 +111,14 @@ def patch_grid(pixel_values: Tensor, num_channels: int, patch: tuple[int, int]) 
     return height // patch[0], width // patch[1]
 
 
-def resized_positions(positions: Tensor, own: tuple[int, int], grid: tuple[int, int], mode: str) -> Tensor:
-    """Position embeddings (1, N, C) of a grid `own`, interpolated for another `grid` unless it is the same.
+def resized_positions(positions: Tensor, from_grid: tuple[int, int], grid: tuple[int, int], mode: str) -> Tensor:
+    """Position embeddings (1, N, C) of a grid `from_grid`, interpolated for another `grid` unless it is the same.
 
     `mode` is one of `F.interpolate`.
     """
-    if grid == own:
+    if grid == from_grid:
         return positions
-    map_ = positions.reshape(1, *own, -1).permute(0, 3, 1, 2)
+    map_ = positions.reshape(1, *from_grid, -1).permute(0, 3, 1, 2)
     # Not in half precision, which would change the embedding visibly.
     precise = map_.to(torch.promote_types(map_.dtype, torch.float32))
     resized = F.interpolate(precise, size=grid, mode=mode, align_corners=False)

@@ -134,7 +134,9 @@ class SparsePriorConvitConfig(BaseConfig):
     @property
     def summary(self) -> str:
         """Layers, heads, width and pooling."""
-        heads = self.num_attention_heads if self.compressed is None else counts(len(own.heads) for own in self.layers)
+        heads = (
+            self.num_attention_heads if self.compressed is None else counts(len(layer.heads) for layer in self.layers)
+        )
         return (
             f"{self.num_hidden_layers} layers, {self.num_local_layers} of them gated, {heads} heads,"
             f" width {self.hidden_size}, {self.pooling} pooling, prefix: class token in the plain layers"

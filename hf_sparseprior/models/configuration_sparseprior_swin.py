@@ -146,10 +146,10 @@ class SparsePriorSwinConfig(BaseConfig):
     @property
     def summary(self) -> str:
         """Layers, heads, widths and windows of the stages."""
-        layers, own = enumerate(self.layers), []
+        layers, head_counts = enumerate(self.layers), []
         for depth in self.depths:
-            own.append(counts(len(layer.heads) for _, layer in itertools.islice(layers, depth)))
-        depths, heads, widths = (" + ".join(map(str, each)) for each in (self.depths, own, self.widths))
+            head_counts.append(counts(len(layer.heads) for _, layer in itertools.islice(layers, depth)))
+        depths, heads, widths = (" + ".join(map(str, each)) for each in (self.depths, head_counts, self.widths))
         return f"{depths} layers, {heads} heads, widths {widths}, windows of {self.window_size}x{self.window_size}"
 
     @property
@@ -168,8 +168,8 @@ class SparsePriorSwinConfig(BaseConfig):
             self.stage_priors, self.stages, self.widths, self.mlp_widths, strict=True
         ):
             table = stage.num_heads * (2 * stage.grid[0] - 1) * (2 * stage.grid[1] - 1)
-            own = itertools.islice(layers, stage.num_layers)
-            total += sum(width * (4 * layer.attention_width + 2 * layer.mlp_width) + table for layer in own)
+            stage_layers = itertools.islice(layers, stage.num_layers)
+            total += sum(width * (4 * layer.attention_width + 2 * layer.mlp_width) + table for layer in stage_layers)
             total += prior_weights(prior, stage, width, hidden)
         return total
 

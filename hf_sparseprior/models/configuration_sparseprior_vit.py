@@ -203,7 +203,9 @@ class SparsePriorViTConfig(BaseConfig):
         }
         prefix = ", ".join(name for name, used in tokens.items() if used) or "none"
         stem = ", convolutional stem" if self.stem == "convolution" else ""
-        heads = self.num_attention_heads if self.compressed is None else counts(len(own.heads) for own in self.layers)
+        heads = (
+            self.num_attention_heads if self.compressed is None else counts(len(layer.heads) for layer in self.layers)
+        )
         return (
             f"{self.num_hidden_layers} layers, {heads} heads, width {self.hidden_size}{stem}, "
             f"{self.pooling} pooling, prefix: {prefix}"

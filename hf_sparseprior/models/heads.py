@@ -218,7 +218,7 @@ def offer_code(folder: str | os.PathLike) -> None:
     ]
     classes = {"AutoConfig": head.config, **{name: head.model for name in names}}
     write_text(Path(folder) / f"{CODE}.py", CODE_TEXT.format(config=head.config, model=head.model))
-    content["auto_map"] = {name: f"{CODE}.{own}" for name, own in classes.items()}
+    content["auto_map"] = {name: f"{CODE}.{class_name}" for name, class_name in classes.items()}
     write_text(file, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
@@ -233,19 +233,19 @@ def _maps(name: str, head: Head, config: Any) -> dict[str, Any]:
         raise ValueError(f"{name} takes maps; reshape_hidden_states=False leaves tokens")
     if not head.strides:
         return {"out_features": config.out_features[-1:]}
-    own = {map_.name: _square(name, map_.stride) for map_ in config.maps}
+    strides = {map_.name: _square(name, map_.stride) for map_ in config.maps}
     wanted = " ".join(map(str, head.strides))
-    if len({*own.values()}) > 1:
-        found: list[Any] = [_last(own, stride) for stride in head.strides]
-        if None in found or found[-1] != config.map_names[-1]:
-            there = " ".join(map(str, sorted({*own.values()})))
+    if len({*strides.values()}) > 1:
+        map_names: list[Any] = [_last(strides, stride) for stride in head.strides]
+        if None in map_names or map_names[-1] != config.map_names[-1]:
+            there = " ".join(map(str, sorted({*strides.values()})))
             raise ValueError(
                 f"{name} takes maps of strides {wanted}, up to the last stage; this {config.model_type!r} has {there}"
             )
-        _check_unnamed(name, config, found)
-        return {"out_features": found}
-    features = _layers(name, head, config, list(own)[1:])
-    patch = next(iter(own.values()))
+        _check_unnamed(name, config, map_names)
+        return {"out_features": map_names}
+    features = _layers(name, head, config, list(strides)[1:])
+    patch = next(iter(strides.values()))
     scales = config.map_scales or [2.0 ** round(math.log2(patch / stride)) for stride in head.strides]
     if head.exact and [patch / scale for scale in scales] != list(head.strides):
         raise ValueError(f"{name} takes a map of stride {wanted}, which patches of {patch} pixels cannot be brought to")

@@ -329,14 +329,15 @@ class SparsePriorIformerStage(nn.Module):
         number, before = sum(map(bool, config.attention_depths[:stage])), sum(config.attention_depths[:stage])
         hidden = config.conv_widths(stage)
         self.convolutions = nn.ModuleList(
-            SparsePriorIformerConvBlock(config, width, *own) for own in zip(hidden[:first], rates[:first], strict=True)
+            SparsePriorIformerConvBlock(config, width, *pair)
+            for pair in zip(hidden[:first], rates[:first], strict=True)
         )
         self.layers = nn.ModuleList(
             SparsePriorIformerLayer(config, number, before + index, rates[begin : begin + BLOCKS_OF_A_LAYER])
             for index, begin in enumerate(range(first, last, BLOCKS_OF_A_LAYER))
         )
         self.final_convolutions = nn.ModuleList(
-            SparsePriorIformerConvBlock(config, width, *own) for own in zip(hidden[first:], rates[last:], strict=True)
+            SparsePriorIformerConvBlock(config, width, *pair) for pair in zip(hidden[first:], rates[last:], strict=True)
         )
 
     def forward(self, maps: Tensor, options: CallOptions = DEFAULT_OPTIONS) -> tuple[Tensor, list[Tensor]]:

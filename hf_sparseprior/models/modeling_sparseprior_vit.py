@@ -280,7 +280,7 @@ class Moves:
         move = self.model.move_weights_back
         if not isinstance(self.grid, Packing):
             return move(weights, self.plans[0])
-        return [move(own, plan) for own, plan in zip(weights, self.plans, strict=True)]
+        return [move(part, plan) for part, plan in zip(weights, self.plans, strict=True)]
 
 
 class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
@@ -382,7 +382,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
     def moves(self, tokens: Tensor, grid: Any) -> Moves | None:
         """How patches get into the layout that the layers have, and back; None: they stay as they are."""
         grids = grid.grids if isinstance(grid, Packing) else [grid]
-        plans: list[Any] = [self.moving_plan(tokens, own) for own in grids]
+        plans: list[Any] = [self.moving_plan(tokens, shape) for shape in grids]
         return None if plans[0] is None else Moves(self, plans, grid)
 
     def moving_plan(self, tokens: Tensor, grid: tuple[int, int]) -> AttentionPlan | None:

@@ -221,10 +221,10 @@ def copy_weights(
     if strict:
         used = {source_name(name) for name in wanted}
         problems["left over"] = [name for name in given if name not in used and not may_start_anew(name)]
-    found = [f"{what}: {', '.join(names[:5])} ({len(names)} in all)" for what, names in problems.items() if names]
-    if found:
+    reasons = [f"{what}: {', '.join(names[:5])} ({len(names)} in all)" for what, names in problems.items() if names]
+    if reasons:
         where = source.name_or_path or type(source).__name__
-        raise ValueError(f"{where} does not fit {type(target).__name__}; {'; '.join(found)}")
+        raise ValueError(f"{where} does not fit {type(target).__name__}; {'; '.join(reasons)}")
     for name, weight in copies.items():
         wanted[name].copy_(weight)
 

@@ -137,7 +137,7 @@ def strided(
     # A larger stride keeps fewer pairs only if all its tokens lie outside the window.
     last = max(1, num_tokens - 1)
     inside = min(local, last)
-    choices = [range(own, own + 1) for own in range(1, inside + 1)]
+    choices = [range(choice, choice + 1) for choice in range(1, inside + 1)]
     choices += [range(inside + 1, last + 1)] if inside < last else []
     stride = setting_for("stride", stride, pruning_ratio, 65, choices, pairs, num_tokens)
     return [offsets(stride) for _ in range(num_heads)]
@@ -157,8 +157,8 @@ def separate_window_and_stride(
         raise ValueError(
             f"separate_heads=True with local={local} and {num_heads} head(s): local must be 1 or more, heads 2 or more"
         )
-    own = 65 if stride is None else check_integer("stride", stride, 1)
-    kinds = [list(range(min(local, num_tokens - 1) + 1)), list(range(0, num_tokens, own))]
+    step = 65 if stride is None else check_integer("stride", stride, 1)
+    kinds = [list(range(min(local, num_tokens - 1) + 1)), list(range(0, num_tokens, step))]
     return [kinds[head % 2] for head in range(num_heads)]
 
 

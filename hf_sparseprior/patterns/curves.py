@@ -163,7 +163,7 @@ def _hilbert_visits(a: Side, b: Side, known: dict[tuple[Side, Side], np.ndarray]
                 (half * across, a, (breadth - half, across)),
                 ((length - 1) * along + (half - 1) * across, (half, -across), (length - half_a, -along)),
             ]
-        visits = np.concatenate([first + _hilbert_visits(own, other, known) for first, own, other in parts])
+        visits = np.concatenate([first + _hilbert_visits(main, other, known) for first, main, other in parts])
     known[a, b] = visits
     return visits
 

@@ -136,8 +136,10 @@ class LayerPattern:
             return self
         frames, places = self.frames, self.num_tokens
         counts = {
-            (tuple(own), id(self.pairs_of(head))): count_nonzeros(own, places, 0, self.pairs_of(head))
-            for head, own in enumerate(self.offsets)
+            (tuple(offsets_of_head), id(self.pairs_of(head))): count_nonzeros(
+                offsets_of_head, places, 0, self.pairs_of(head)
+            )
+            for head, offsets_of_head in enumerate(self.offsets)
         }
         repeats = frames if same_frame else frames**2
         size = "x".join(map(str, self.key.grid))
@@ -147,5 +149,5 @@ class LayerPattern:
         # Offsets of one frame would cross from a frame into the next. Those along time stay in their patch.
         offsets: list[list[int]] = [[] for _ in self.offsets]
         if same_frame:
-            offsets = [[o * places for o in own if 0 < o < frames] for own in self.offsets]
+            offsets = [[o * places for o in offsets_of_head if 0 < o < frames] for offsets_of_head in self.offsets]
         return replace(self, offsets=offsets, pairs=pairs, ranks=None, repeats=False)

@@ -56,16 +56,16 @@ def pairs_in_frames(
             in the order of these ranks; the pairs that are returned are in raster order.
         same_frame: only pairs within a frame.
     """
-    found: dict[tuple, np.ndarray] = {}  # heads often have the same pairs, which are then kept once
+    listed: dict[tuple, np.ndarray] = {}  # heads often have the same pairs, which are then kept once
     each = []
-    for head, own in enumerate(offsets):
+    for head, offsets_of_head in enumerate(offsets):
         others = None if pairs is None else pairs[head]
         rank = None if ranks is None else ranks[head % len(ranks)]
-        key = (tuple(own), id(others), None if rank is None or ranks is None else head % len(ranks))
-        if key not in found:
-            of_frame = _pairs_of_frame(own, num_tokens, others, rank)
-            found[key] = _repeated(of_frame, num_tokens, frames, same_frame)
-        each.append(found[key])
+        key = (tuple(offsets_of_head), id(others), None if rank is None or ranks is None else head % len(ranks))
+        if key not in listed:
+            of_frame = _pairs_of_frame(offsets_of_head, num_tokens, others, rank)
+            listed[key] = _repeated(of_frame, num_tokens, frames, same_frame)
+        each.append(listed[key])
     return each
 
 
@@ -77,8 +77,8 @@ def _pairs_of_frame(
     for offset in offsets:
         first = np.arange(num_tokens - offset)
         parts += [np.stack([first, first + offset], 1)] + [np.stack([first + offset, first], 1)] * (offset > 0)
-    found = np.concatenate([np.empty((0, 2), dtype=np.int64), *parts])
-    return found if ranks is None else np.argsort(ranks)[found]
+    all_pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *parts])
+    return all_pairs if ranks is None else np.argsort(ranks)[all_pairs]
 
 
 def _repeated(pairs: np.ndarray, num_tokens: int, frames: int, same_frame: bool) -> np.ndarray:
@@ -98,13 +98,13 @@ def mask_from_offsets(
     distance = np.abs(position[:, None] - position[None, :])
     total = num_prefix_tokens + num_tokens
     mask = np.ones((len(offsets), total, total), dtype=bool)
-    for head, own in enumerate(offsets):
+    for head, offsets_of_head in enumerate(offsets):
         attended = np.zeros(num_tokens, dtype=bool)
-        attended[list(own)] = True
+        attended[list(offsets_of_head)] = True
         patches = attended[distance]
-        rows: Any = self_rows(own, num_tokens, num_prefix_tokens)
+        rows: Any = self_rows(offsets_of_head, num_tokens, num_prefix_tokens)
         if pairs is not None:
-            rows = lonely_rows(own, pairs[head], num_tokens, num_prefix_tokens)
+            rows = lonely_rows(offsets_of_head, pairs[head], num_tokens, num_prefix_tokens)
             patches[pairs[head][:, 0], pairs[head][:, 1]] = True
         patches[rows, rows] = True
         mask[head, num_prefix_tokens:, num_prefix_tokens:] = patches
@@ -119,15 +119,15 @@ def key_lists(
     K is the largest number that any patch of any head has. Nothing here grows with N x N.
     """
     alike: dict[tuple, list[int]] = {}  # heads often have the same pairs
-    for head, own in enumerate(offsets):
-        alike.setdefault((tuple(own), None if pairs is None else id(pairs[head])), []).append(head)
-    found = [
+    for head, offsets_of_head in enumerate(offsets):
+        alike.setdefault((tuple(offsets_of_head), None if pairs is None else id(pairs[head])), []).append(head)
+    counts_and_keys = [
         _counts_and_keys(offsets[head], num_tokens, num_prefix_tokens, None if pairs is None else pairs[head])
         for head, *_ in alike.values()
     ]
-    width = num_prefix_tokens + max((counts.max(initial=0) for counts, _ in found), default=0)
+    width = num_prefix_tokens + max((counts.max(initial=0) for counts, _ in counts_and_keys), default=0)
     lists = np.empty((len(offsets), num_tokens, width), dtype=np.int32)
-    for (first, *others), (counts, keys) in zip(alike.values(), found, strict=True):
+    for (first, *others), (counts, keys) in zip(alike.values(), counts_and_keys, strict=True):
         lists[first] = -1
         lists[first, :, :num_prefix_tokens] = np.arange(num_prefix_tokens)
         # Where each row's patches begin, written flat, less how many come before it.
@@ -157,9 +157,9 @@ def _counts_and_keys(
     if pairs is not None:
         numbers.append((pairs[:, 0] * num_tokens + pairs[:, 1]).astype(dtype))
     # Each part is in order. A stable sort merges them, which takes a tenth of the time of sorting them anew.
-    found = np.sort(np.concatenate(numbers), kind="stable")
-    row = found // num_tokens
-    return np.bincount(row, minlength=num_tokens), found - row * num_tokens
+    merged = np.sort(np.concatenate(numbers), kind="stable")
+    row = merged // num_tokens
+    return np.bincount(row, minlength=num_tokens), merged - row * num_tokens
 
 
 def repeated_lists(lists: np.ndarray, frames: int, num_prefix_tokens: int) -> np.ndarray:
@@ -244,8 +244,8 @@ def attended_pairs(
         frames: of a clip, if all of the above but P is of one frame; see `count_nonzeros`.
     """
     return sum(
-        count_nonzeros(own, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head], frames)
-        for head, own in enumerate(offsets)
+        count_nonzeros(offsets_of_head, num_tokens, num_prefix_tokens, None if pairs is None else pairs[head], frames)
+        for head, offsets_of_head in enumerate(offsets)
     )
 
 

@@ -45,9 +45,9 @@ def _check_neighborhood(settings: Settings) -> Settings:
 
 def _neighborhood_notes(support: Settings, pattern: Pattern, grid: Sequence[int]) -> list[str]:
     names = ("rows", "columns")
-    own = list(zip(names, grid, support["window"], support["dilation"], strict=True))
+    axes = list(zip(names, grid, support["window"], support["dilation"], strict=True))
     # The window of a patch holds every `dilation`-th patch, of which there are this many at least.
-    short = [f"{name} ({side})" for name, side, window, dilation in own if side // dilation < window]
+    short = [f"{name} ({side})" for name, side, window, dilation in axes if side // dilation < window]
     return [f"neighborhood: some windows are wider than the grid's {' and '.join(short)}"] if short else []
 
 
@@ -69,7 +69,7 @@ def neighborhood(
     """
     settings = _check_neighborhood({"window": window, "dilation": dilation, "edges": edges})
     axes = [
-        _seen_along_an_axis(*own, edges) for own in zip(grid, settings["window"], settings["dilation"], strict=True)
+        _seen_along_an_axis(*axis, edges) for axis in zip(grid, settings["window"], settings["dilation"], strict=True)
     ]
     listed = math.prod(int((keys >= 0).sum()) for keys in axes)
     check_listed([listed], num_heads, f"support 'neighborhood' over {'x'.join(map(str, grid))} patches")

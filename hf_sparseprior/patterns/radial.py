@@ -44,8 +44,8 @@ def radial(num_heads: int, clip: Sequence[int], *, decay_factor: float = 1.0, fi
     check_listed([listed], num_heads, f"support 'radial' over {'x'.join(map(str, clip))} patches")
 
     def pairs(layer: int) -> list[np.ndarray]:
-        found = radial_pairs(frames, patches, decay_factor, first_frame)
-        return [found[found[:, 0] != found[:, 1]]] * num_heads
+        all_pairs = radial_pairs(frames, patches, decay_factor, first_frame)
+        return [all_pairs[all_pairs[:, 0] != all_pairs[:, 1]]] * num_heads
 
     return Pattern(offsets=[[0] for _ in range(num_heads)], pairs=pairs)
 
@@ -61,12 +61,12 @@ def radial_count(frames: int, num_tokens: int, decay_factor: float, first_frame:
 def radial_pairs(frames: int, num_tokens: int, decay_factor: float, first_frame: bool) -> np.ndarray:
     """The pairs of a clip with `num_tokens` patches in a frame, sorted, int64 (n, 2)."""
     banded = {distance: _band(distance, num_tokens, decay_factor) for distance in range(frames)}
-    whole, found = banded[0], []
+    whole, numbers = banded[0], []
     for query in range(frames):
         for key in range(frames):
-            own = whole if first_frame and key == 0 else banded[abs(query - key)]
-            found.append((own[:, 0] + query * num_tokens) * (frames * num_tokens) + own[:, 1] + key * num_tokens)
-    places = np.sort(np.concatenate(found))
+            band = whole if first_frame and key == 0 else banded[abs(query - key)]
+            numbers.append((band[:, 0] + query * num_tokens) * (frames * num_tokens) + band[:, 1] + key * num_tokens)
+    places = np.sort(np.concatenate(numbers))
     return np.stack(np.divmod(places, frames * num_tokens), 1)
 
 

@@ -115,14 +115,14 @@ def resolve_support(
         common["shuffle_seed"] = check_integer("shuffle_seed", common["shuffle_seed"], 0, ", or None")
     if common["mask_fill"] not in MASK_FILLS:
         raise ValueError(f"mask_fill={common['mask_fill']!r} must be one of {', '.join(MASK_FILLS)}")
-    own = SUPPORTS[name].check(own_of(settings))
-    resolved = cast("ResolvedSupport", {"name": name, **own, **common})
+    pattern_settings = SUPPORTS[name].check(own_of(settings))
+    resolved = cast("ResolvedSupport", {"name": name, **pattern_settings, **common})
     order = check_order(settings.get("order", RASTER), num_heads)
     if order != RASTER:  # left out otherwise, so that configs stay what they were before there was an order
         resolved["order"] = order
         order_ranks(order, grid_of(num_tokens, grid, f"order={order!r}"))
     # Its function checks values that depend on heads and grid.
-    SUPPORTS[name].pattern(check_integer("num_heads", num_heads, 1), count, grid, own)
+    SUPPORTS[name].pattern(check_integer("num_heads", num_heads, 1), count, grid, pattern_settings)
     return resolved
 
 
@@ -135,8 +135,8 @@ def support_pattern(
     name, spec = split_spec(support, "support", SUPPORTS)
     spec.update(settings)
     _check_settings(name, spec)
-    own = SUPPORTS[name].check(own_of({**support_settings(name), **spec}))
-    return SUPPORTS[name].pattern(num_heads, num_tokens, grid, own)
+    pattern_settings = SUPPORTS[name].check(own_of({**support_settings(name), **spec}))
+    return SUPPORTS[name].pattern(num_heads, num_tokens, grid, pattern_settings)
 
 
 def _check_settings(name: str, spec: Mapping[str, Any]) -> None:
@@ -200,8 +200,8 @@ def layer_pattern(support: ResolvedSupport, key: LayerKey) -> LayerPattern:
     Raises:
         ValueError: if lists of pairs over a clip would take too much memory.
     """
-    own = key.grid if support["name"] == "dense" else key.own_grid
-    whole = shared_pattern(support, key.num_heads, own)
+    pattern_grid = key.grid if support["name"] == "dense" else key.own_grid
+    whole = shared_pattern(support, key.num_heads, pattern_grid)
     order = layer_order(key.num_heads, key.layer, support["shuffle_seed"])
     numbers = [order[head] for head in key.head_numbers]
     pairs = whole.layer_pairs(key.layer)
@@ -210,8 +210,8 @@ def layer_pattern(support: ResolvedSupport, key: LayerKey) -> LayerPattern:
         key=key,
         offsets=[whole.offsets[number] for number in numbers],
         pairs=None if pairs is None else [pairs[head] for head in key.head_numbers],
-        ranks=_ranks(support, own, numbers),
-        repeats=math.prod(own) < key.num_tokens,
+        ranks=_ranks(support, pattern_grid, numbers),
+        repeats=math.prod(pattern_grid) < key.num_tokens,
         whole=whole,
     )
     return pattern if key.time == "frame" else pattern.listed(same_frame=True)
@@ -277,9 +277,9 @@ def build_mask(
     num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
     layer, time = check_integer("layer", layer, 0), check_time(time)
     given = None if grid is None else grid_of(num_tokens, grid, "build_mask")
-    own = given if given is None or len(given) == 2 else own_grid(given, time)
-    count = num_tokens if own is None else math.prod(own)
-    resolved = resolve_support({"name": name, **spec, **settings}, num_heads, count, own)
+    pattern_grid = given if given is None or len(given) == 2 else own_grid(given, time)
+    count = num_tokens if pattern_grid is None else math.prod(pattern_grid)
+    resolved = resolve_support({"name": name, **spec, **settings}, num_heads, count, pattern_grid)
     if given is None:
         in_two_dimensions = needs_grid(resolved) and not SUPPORTS[name].sees_time
         given = grid_of(num_tokens, None, name) if in_two_dimensions else (1, num_tokens)
@@ -295,14 +295,16 @@ def support_notes(support: ResolvedSupport, key: LayerKey, num_prefix_tokens: in
     notes = list(SUPPORTS[support["name"]].notes(cast("Mapping[str, Any]", support), pattern, grid))
     if key.time == "axes" and support["name"] != "dense":
         still = [
-            str(number) for number, own in enumerate(pattern.offsets, 1) if not any(0 < o < key.frames for o in own)
+            str(number)
+            for number, offsets in enumerate(pattern.offsets, 1)
+            if not any(0 < o < key.frames for o in offsets)
         ]
         if still:
             notes.append(
                 f"{support['name']}: supports {', '.join(still)} of {key.num_heads} have no offset below the "
                 f"{key.frames} frames; patches of those heads see no other frame"
             )
-    empty = [str(number) for number, own in enumerate(pattern.offsets, start=1) if not own]
+    empty = [str(number) for number, offsets in enumerate(pattern.offsets, start=1) if not offsets]
     if empty and num_tokens > 1 and pattern.pairs is None:
         partner = "prefix tokens" if num_prefix_tokens else "themselves"
         notes.append(

@@ -63,19 +63,21 @@ def order_ranks(order: str | Sequence[str], grid: Sequence[int]) -> np.ndarray:
 def mask_in_raster(mask: np.ndarray, ranks: np.ndarray, num_prefix_tokens: int) -> np.ndarray:
     """A mask (H, T, T) of patches in the order of their ranks (R, N), for patches in raster order."""
     tokens = with_prefix(ranks, num_prefix_tokens)
-    return np.stack([own[np.ix_(rank, rank)] for own, rank in zip(mask, _each(tokens, len(mask)), strict=True)])
+    return np.stack(
+        [head_mask[np.ix_(rank, rank)] for head_mask, rank in zip(mask, _each(tokens, len(mask)), strict=True)]
+    )
 
 
 def lists_in_raster(lists: np.ndarray, ranks: np.ndarray, num_prefix_tokens: int) -> np.ndarray:
     """The keys (H, N, K) of patches in the order of their ranks (R, N), see `masks.key_lists`, in raster order."""
     tokens = with_prefix(np.argsort(ranks, axis=1), num_prefix_tokens)
     last = tokens.shape[1]
-    found = []
-    for own, rank, token in zip(lists, _each(ranks, len(lists)), _each(tokens, len(lists)), strict=True):
+    renumbered = []
+    for head_lists, rank, token in zip(lists, _each(ranks, len(lists)), _each(tokens, len(lists)), strict=True):
         # -1, the end of a list, takes the number after the last token and becomes -1 again.
-        keys = np.sort(np.append(token, last)[own[rank]], axis=1)
-        found.append(np.where(keys == last, -1, keys).astype(lists.dtype))
-    return np.stack(found)
+        keys = np.sort(np.append(token, last)[head_lists[rank]], axis=1)
+        renumbered.append(np.where(keys == last, -1, keys).astype(lists.dtype))
+    return np.stack(renumbered)
 
 
 def with_prefix(patches: np.ndarray, num_prefix_tokens: int) -> np.ndarray:

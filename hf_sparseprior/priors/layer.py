@@ -97,8 +97,8 @@ class PriorAttention(nn.Module):
 
     def active_time(self) -> Time:
         """How the next forward sees the frames of a clip: as the prior does, or the active adapter."""
-        own = None if self.decay_adapter is None else self.decay_adapter.active_time()
-        return self.time if own is None else own
+        adapter_time = None if self.decay_adapter is None else self.decay_adapter.active_time()
+        return self.time if adapter_time is None else adapter_time
 
     def plan(
         self,

@@ -117,13 +117,13 @@ def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) 
     """
     slots = parse_prior(prior)
     time = _resolve_time(slots, grid)
-    own = own_grid(grid, time)
+    pattern_grid = own_grid(grid, time)
     try:
-        support = resolve_support(slots["support"], num_heads, math.prod(own), own)
+        support = resolve_support(slots["support"], num_heads, math.prod(pattern_grid), pattern_grid)
     except ValueError as error:
-        raise ValueError(f"prior: {error} ({'x'.join(map(str, own))} grid)") from None
+        raise ValueError(f"prior: {error} ({'x'.join(map(str, pattern_grid))} grid)") from None
     try:
-        decay = resolve_decay(slots["decay"], own)
+        decay = resolve_decay(slots["decay"], pattern_grid)
     except ValueError as error:
         raise ValueError(f"prior: {error}") from None
     try:
@@ -167,9 +167,9 @@ def _resolve_time(slots: Mapping[str, Any], grid: Sequence[int]) -> Time:
 
 def _check_clip(prior: ResolvedPrior, time: Time, whole: list[int]) -> None:
     """Raise for what has no meaning over the frames of a clip, or no effect there."""
-    if (found := predictor_or_mixer(prior)) is not None and found[0].get("grid", whole) != whole:
+    if (entry := predictor_or_mixer(prior)) is not None and entry[0].get("grid", whole) != whole:
         raise ValueError(
-            f"prior: {found[0]['name']}: grid={found[0]['grid']} must be {whole}, the frames one below the other"
+            f"prior: {entry[0]['name']}: grid={entry[0]['grid']} must be {whole}, the frames one below the other"
         )
     for extra in prior["extras"]:
         if EXTRAS[extra["name"]].place == "attention":
@@ -204,9 +204,9 @@ def resolve_stages(
     else:
         priors = [prior] * len(stages)
     resolved = []
-    for number, (own, stage) in enumerate(zip(priors, stages, strict=True), start=1):
+    for number, (spec, stage) in enumerate(zip(priors, stages, strict=True), start=1):
         try:
-            resolved.append(resolve_prior(own, stage.num_heads, stage.grid))
+            resolved.append(resolve_prior(spec, stage.num_heads, stage.grid))
         except ValueError as error:
             if len(stages) == 1:
                 raise
@@ -266,9 +266,9 @@ def pruning_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[TokenPruni
 
 def _check_pruning(prior: ResolvedPrior) -> None:
     """Raise if token pruning comes with what needs every token, or with a second token pruning."""
-    if (found := pruning_of(prior)) is None:
+    if (pruning := pruning_of(prior)) is None:
         return
-    settings, _ = found
+    settings, _ = pruning
     name = settings["name"]
     if others := [extra["name"] for extra in prior["extras"] if extra["name"] != name]:
         raise ValueError(f"prior: {name!r} drops tokens, which {', '.join(others)} cannot follow")
@@ -297,8 +297,8 @@ def prior_weights(prior: ResolvedPrior, stage: Stage, width: int, hidden: int) -
     Args:
         width, hidden: of the tokens, and between the MLP's layers.
     """
-    found = predictor_or_mixer(prior)
-    weights = found[1].num_weights(found[0], stage.num_heads, width, hidden) * stage.num_layers if found else 0
+    entry = predictor_or_mixer(prior)
+    weights = entry[1].num_weights(entry[0], stage.num_heads, width, hidden) * stage.num_layers if entry else 0
     for extra in prior["extras"]:
         kind = EXTRAS[extra["name"]]
         copies = 1 if kind.place == "model" else stage.num_layers
@@ -323,12 +323,12 @@ def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
     if isinstance(prior, Sequence):
         return ", ".join(dict.fromkeys(map(prior_name, prior)))
     time = prior.get("time", "frame")
-    own = time != "frame" and not SUPPORTS[prior["support"]["name"]].sees_time
+    shows_time = time != "frame" and not SUPPORTS[prior["support"]["name"]].sees_time
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
     parts += [filled["name"] for filled in (prior["decay"], prior["predictor"]) if filled]
     parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []
     parts += [extra["name"] for extra in prior["extras"]]
-    parts += [time] if own else []
+    parts += [time] if shows_time else []
     return "+".join(parts) or "dense"
 
 
@@ -344,8 +344,8 @@ def prior_pruning_ratio(prior: ResolvedPrior, key: LayerKey, num_prefix_tokens: 
     they differ between layers (`analysis.flops` counts them). Mixers have no pairs. For them it is the percentage of
     the multiply-adds of Q K^T and (softmax) V that they save.
     """
-    if (found := predictor_or_mixer(prior)) is not None:
-        settings, kind = found
+    if (entry := predictor_or_mixer(prior)) is not None:
+        settings, kind = entry
         kept = kind.cost_in_pairs(settings, head_dim, key.num_tokens, num_prefix_tokens)
         return 100.0 * (1.0 - kept / (key.num_tokens + num_prefix_tokens) ** 2)
     return layer_pattern(prior["support"], key).pruning_ratio(num_prefix_tokens)

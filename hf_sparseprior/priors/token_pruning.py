@@ -258,12 +258,12 @@ class PredictionModule(nn.Module):
             patches: (B, n, C).
             kept: (B, n), 1 for patches whose features count in the mean; None: all.
         """
-        local, own = F.gelu(self.features(self.norm(patches))).chunk(2, -1)
+        local, to_average = F.gelu(self.features(self.norm(patches))).chunk(2, -1)
         if kept is None:
-            shared = own.mean(1, keepdim=True)
+            shared = to_average.mean(1, keepdim=True)
         else:
-            weights = kept.to(own.dtype).unsqueeze(-1)
-            shared = (own * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp_min(1.0)
+            weights = kept.to(to_average.dtype).unsqueeze(-1)
+            shared = (to_average * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp_min(1.0)
         hidden = F.gelu(self.fc1(torch.cat([local, shared.expand_as(local)], -1)))
         scores = self.fc3(F.gelu(self.fc2(hidden)))
         return F.log_softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)

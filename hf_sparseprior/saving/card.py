@@ -160,8 +160,8 @@ def _decoding(results: dict[str, Any]) -> list[str]:
     """How training decoded images, as far as the results say it."""
     exif = {"apply": "EXIF orientation applied", "ignore": "EXIF orientation ignored"}
     depth = {"scale": "16-bit images divided by 256"}
-    found = (exif.get(results.get("exif") or ""), depth.get(results.get("depth16") or ""))
-    return [text for text in found if text]
+    texts = (exif.get(results.get("exif") or ""), depth.get(results.get("depth16") or ""))
+    return [text for text in texts if text]
 
 
 def _other_decoding(results: dict[str, Any]) -> list[str]:

@@ -167,10 +167,10 @@ class _Code:
 
     def files(self) -> dict[str, str]:
         """Names and texts."""
-        found: dict[str, list[_Module]] = {}
+        by_file: dict[str, list[_Module]] = {}
         for module in self.in_order():
-            found.setdefault(self.file_of(module.name), []).append(module)
-        return {f"{file}.py": self.text(file, own, list(found)) for file, own in found.items()}
+            by_file.setdefault(self.file_of(module.name), []).append(module)
+        return {f"{file}.py": self.text(file, modules, list(by_file)) for file, modules in by_file.items()}
 
     def in_order(self) -> list[_Module]:
         """Each module after those that it imports when it is imported."""
@@ -229,7 +229,7 @@ class _Code:
                 lines[node.lineno - 1] = re.sub(r"from\s+[\w.]+\s+import", f"from .{file} import", first, count=1)
                 continue
             indent = first[: node.col_offset]
-            renamed = [f"{indent}{own} = {name}" for name, own in each.names if name != own]
+            renamed = [f"{indent}{alias} = {name}" for name, alias in each.names if name != alias]
             lines[node.lineno - 1 : end] = [None] * (end - node.lineno + 1)
             lines[node.lineno - 1] = "\n".join(renamed) or (f"{indent}pass" if indent else None)
         return "\n".join(line for line in lines if line is not None)
@@ -250,5 +250,5 @@ class _Code:
     def origin(self, dotted: str) -> str:
         """Where something is defined that a module of ours may only pass on."""
         module, _, name = dotted.rpartition(".")
-        found = self.modules[module].origins.get(name, dotted) if module in self.modules else dotted
-        return dotted if found == dotted else self.origin(found)
+        place = self.modules[module].origins.get(name, dotted) if module in self.modules else dotted
+        return dotted if place == dotted else self.origin(place)

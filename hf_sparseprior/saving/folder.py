@@ -31,5 +31,5 @@ def complete_folder(folder: str | os.PathLike, config: Any) -> None:
 
 def _tags(card: str) -> list[str]:
     """The tags in the header of a card of transformers, one a line."""
-    found = re.search(r"^tags:\n((?:- .*\n)+)", card.partition("\n---")[0] + "\n", re.MULTILINE)
-    return [line.removeprefix("- ").strip("'\"") for line in found[1].splitlines()] if found else []
+    match = re.search(r"^tags:\n((?:- .*\n)+)", card.partition("\n---")[0] + "\n", re.MULTILINE)
+    return [line.removeprefix("- ").strip("'\"") for line in match[1].splitlines()] if match else []

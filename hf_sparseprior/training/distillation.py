@@ -63,8 +63,8 @@ def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
     The order is that of the paper: the expectation is over the student's classes. logits: (B, classes).
     """
-    own, teacher = F.log_softmax(logits.float(), -1), F.log_softmax(teacher_logits.float(), -1)
-    return (own.exp() * (own - teacher)).sum(-1).mean()
+    student, teacher = F.log_softmax(logits.float(), -1), F.log_softmax(teacher_logits.float(), -1)
+    return (student.exp() * (student - teacher)).sum(-1).mean()
 
 
 def attention_loss(scores: Sequence[Tensor], attentions: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
@@ -78,8 +78,8 @@ def attention_loss(scores: Sequence[Tensor], attentions: Sequence[Tensor], num_p
         num_prefix_tokens: P = T - N.
     """
     losses = [
-        F.mse_loss(own.float(), weights[..., num_prefix_tokens:, num_prefix_tokens:].float())
-        for own, weights in zip(scores, attentions, strict=True)
+        F.mse_loss(layer_scores.float(), weights[..., num_prefix_tokens:, num_prefix_tokens:].float())
+        for layer_scores, weights in zip(scores, attentions, strict=True)
     ]
     return torch.stack(losses).mean()
 
@@ -159,7 +159,7 @@ def _class(step: Step) -> Tensor:
 def _attention(step: Step) -> Tensor:
     config = step.model.config
     layers = [stage for stage in config.stages for _ in range(stage.num_layers)]
-    given = [own for own, stage in zip(step.teacher.attentions, layers, strict=True) if stage.takes_prior]
+    given = [weights for weights, stage in zip(step.teacher.attentions, layers, strict=True) if stage.takes_prior]
     return attention_loss(step.scores, given, config.num_prefix_tokens)
 
 
@@ -193,14 +193,18 @@ class Teacher:
 
     def check(self, config: Any, needs: frozenset[str]) -> None:
         """Raise ValueError unless the teacher fits a student of this config, in what the losses need."""
-        own = self.model.config
+        teacher_config = self.model.config
         fields = dict.fromkeys(field for need in NEEDS if need in needs for field in NEEDS[need])
         for field in (*PIXELS, *fields):
-            teachers, students = _field(own, field), _field(config, field)
+            teachers, students = _field(teacher_config, field), _field(config, field)
             if teachers != students:
                 raise ValueError(f"{self.name} has {field}={teachers!r}, the model {students!r}; they must be the same")
-        if "logits" in needs and {str(name) for name in own.id2label.values()} == set(config.id2label.values()):
-            moved = next((name for index, name in config.id2label.items() if own.id2label[index] != name), None)
+        if "logits" in needs and {str(name) for name in teacher_config.id2label.values()} == set(
+            config.id2label.values()
+        ):
+            moved = next(
+                (name for index, name in config.id2label.items() if teacher_config.id2label[index] != name), None
+            )
             if moved is not None:
                 raise ValueError(f"{self.name} has the model's classes in another order, from {moved!r} on")
 
@@ -271,15 +275,15 @@ class Distillation:
                 f"{model.config.prior_name!r}"
             )
         priors = getattr(model.config, "stage_priors", [])
-        found = next((found for prior in priors if (found := pruning_of(prior)) is not None), None)
-        if found is None:
+        pruning = next((pruning for prior in priors if (pruning := pruning_of(prior)) is not None), None)
+        if pruning is None:
             return
         if "attentions" in self.needs:
             raise ValueError(
                 f"the attention loss compares all tokens, and prior {model.config.prior_name!r} drops some; train the "
                 "predictor first and add the token pruning after it"
             )
-        if found[0].get("ratio_weight") and "labels" not in self.weights:
+        if pruning[0].get("ratio_weight") and "labels" not in self.weights:
             raise ValueError(
                 f"the keep-ratio loss of prior {model.config.prior_name!r} comes with the labels loss, whose weight "
                 "cannot be 0"
@@ -307,7 +311,7 @@ class Distillation:
         finally:
             for predictor in watched:
                 predictor.recorder = _discard if runs_again else None
-        if model.training and scores and not any(own.requires_grad for own in scores):
+        if model.training and scores and not any(score.requires_grad for score in scores):
             if runs_again:
                 raise ValueError("the attention loss needs gradient checkpointing to be without reentrance")
             raise ValueError("the attention loss has nothing to train: predictors, queries and keys are all frozen")

@@ -28,13 +28,13 @@ def layer_depths(names: Iterable[str]) -> tuple[dict[str, int], int]:
         classifier; and L. What merges patches between two stages goes with the layer before it.
     """
     names = list(names)
-    stages = tuple({f"{name[: found.end()]}." for name in names if (found := STAGE.search(name))})
+    stages = tuple({f"{name[: match.end()]}." for name in names if (match := STAGE.search(name))})
     layers: dict[str, int] = {}
     depths: dict[str, int | None] = {}
     for name in names:
-        found = LAYER.search(name)
-        if found and f"{name[: found.end()]}." not in stages:
-            depths[name] = layers.setdefault(name[: found.end()], len(layers) + 1)
+        match = LAYER.search(name)
+        if match and f"{name[: match.end()]}." not in stages:
+            depths[name] = layers.setdefault(name[: match.end()], len(layers) + 1)
         elif name.startswith(stages):
             depths[name] = len(layers)
         else:

@@ -107,8 +107,8 @@ def token_targets(batch: dict[str, Tensor], num_classes: int, grid: tuple[int, i
     cells = map_probabilities(batch["classes"], batch["scores"], num_classes).flatten(1, 2)
     weights = cell_shares(batch["views"], (batch["classes"].shape[1], batch["classes"].shape[2]), grid)
     targets = weights @ cells + (1 - weights.sum(-1, keepdim=True)).clamp(min=0) / num_classes
-    own = batch["shares"].unsqueeze(-1)
-    return own * targets + (1 - own) * targets[batch["partners"]]
+    shares = batch["shares"].unsqueeze(-1)
+    return shares * targets + (1 - shares) * targets[batch["partners"]]
 
 
 def token_label_loss(
