@@ -6,6 +6,7 @@ What they add is then in every registry that tests run over. `test_extension.py`
 
 import importlib
 import re
+import shutil
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -51,7 +52,7 @@ def pytest_configure(config):
     """Before collection, in each process. Each block is a module: settings are read from it, saved models take it."""
     folder = tempfile.mkdtemp(prefix="pasted_")
     sys.path.insert(0, folder)
-    config.add_cleanup(lambda: sys.path.remove(folder))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
     for name, block in blocks().items():
         Path(folder, f"{name}.py").write_text(block)
         with redirect_stdout(None):  # through which processes of pytest-xdist speak with each other

@@ -19,6 +19,7 @@ from hf_sparseprior.adapters.token_layout import TokenLayout
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.models.base_model import asked_backend
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.saving.saved_config import PRIOR_RECORD
 
@@ -184,7 +185,7 @@ def prior_attention(
         need_weights=_wants_weights(prior.config, kwargs),
     )
     # "eager" is transformers' word for the written-out form.
-    out, weights = prior.attend(request, "reference" if prior.config._attn_implementation == "eager" else "auto")
+    out, weights = prior.attend(request, asked_backend(prior.config))
     return out.transpose(1, 2), weights
 
 

@@ -184,13 +184,10 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
     _print_heading(support, arguments)
     print(f"{'support':>7}  {'nonzeros':>8}  {'empty rows':>10}  offsets{where}")
     for head, offsets in enumerate(pattern.offsets):
-        shown, others = (
-            " ".join(map(str, offsets)) if len(offsets) <= 16 else f"{offsets[0]} .. {offsets[-1]} ({len(offsets)})",
-            pattern.pairs_of(head),
-        )
-        empty = frames * len(
-            self_rows(offsets, places, 0) if others is None else lonely_rows(offsets, others, places, 0)
-        )
+        shown = " ".join(map(str, offsets)) if len(offsets) <= 16 else f"{offsets[0]} .. {offsets[-1]} ({len(offsets)})"
+        others = pattern.pairs_of(head)
+        alone = self_rows(offsets, places, 0) if others is None else lonely_rows(offsets, others, places, 0)
+        empty = frames * len(alone)
         if others is not None:
             shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
         print(f"{head + 1:>7}  {pattern.nonzeros(head):>8}  {empty:>10}  {shown or '-'}")

@@ -204,7 +204,7 @@ def bound_backend(request: AttentionRequest, backend: str = "auto") -> Backend:
     Raises:
         ValueError: for tokens that do not fit the plan, or a forced backend that cannot run.
     """
-    if torch.compiler.is_compiling() or plain() is not None:
+    if torch.compiler.is_compiling() or (backend == "auto" and plain() is not None):
         check_request(request)
         return BACKENDS[choose_backend(request, backend)]
     forced = forced_backend(backend)
@@ -231,16 +231,17 @@ def _kind(request: AttentionRequest, forced: str) -> tuple:
     of_decay = None
     if decay is not None:
         of_decay = decay.get("order") is not None, decay["beta"].requires_grad
+    tensors = request.bias, request.token_ids, request.keep_mask, request.key_ids
     asked = (
         request.dropout_p > 0,
         request.renormalise,
         request.top_k,
         request.need_weights,
         request.weight_rows,
-        *[None if tensor is None else tensor.shape for tensor in request[7:11]],
+        *[None if tensor is None else tensor.shape for tensor in tensors],
     )
-    grads = torch.is_grad_enabled(), _trains(request), is_transformed() is None
-    return forced, _registered[0], q.shape, request.v.shape[-1], q.dtype, q.device, of_decay, grads, asked
+    state = torch.is_grad_enabled(), _trains(request), is_transformed() is None, plain() is None
+    return forced, _registered[0], q.shape, request.v.shape[-1], q.dtype, q.device, of_decay, state, asked
 
 
 def check_request(request: AttentionRequest) -> None:

@@ -130,17 +130,16 @@ def _of_decay(request: AttentionRequest, make: Callable[[AttentionRequest], Made
     decay, plan = request.decay, request.plan
     assert decay is not None
     # Tensors of other types are being traced, or lie elsewhere.
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(request.q) is not Tensor:
-        return make(request)
-    if request.q.device.type != "cpu":
+    plain_tensor = type(request.q) is Tensor and request.q.device.type == "cpu"
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain_tensor:
         return make(request)
     scalars = decay["beta"], decay.get("alpha"), decay.get("prefix_beta")
-    kept = plan.of_decay.get(make.__name__)
+    kept = plan.of_decay.get(make)
     if kept is not None and all(map(_same, kept[0], scalars)):
         return kept[1]
     made = make(request)
     if sum(tensor.nbytes for tensor in made) <= KEPT_BYTES:
-        plan.of_decay[make.__name__] = [None if tensor is None else tensor.clone() for tensor in scalars], made
+        plan.of_decay[make] = [None if tensor is None else tensor.clone() for tensor in scalars], made
     return made
 
 

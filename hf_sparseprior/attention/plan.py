@@ -10,6 +10,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from hf_sparseprior.base.registry import registering
 from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSupport
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
-from hf_sparseprior.patterns.masks import Pairs, check_bytes, key_lists, mask_from_offsets, repeated_lists
+from hf_sparseprior.patterns.masks import Pairs, check_bytes, repeated_lists
 from hf_sparseprior.patterns.relative_offsets import relative_table
 from hf_sparseprior.patterns.supports import layer_pattern
-from hf_sparseprior.patterns.token_order import RASTER, lists_in_raster, mask_in_raster, order_ranks, with_prefix
+from hf_sparseprior.patterns.token_order import RASTER, order_ranks, with_prefix
 from hf_sparseprior.patterns.windows import window_places, window_regions, windowed_mask
 
 
@@ -73,10 +74,12 @@ class AttentionPlan:
         self.layout_ranks = None if layout == RASTER else order_ranks(layout, self.own_grid)  # (1, N)
         # None stands for the dense support: no mask, no offsets.
         self.pattern = None if support["name"] == "dense" else layer_pattern(support, layer_key)
+        if self.pattern is not None and layout != RASTER:  # in which the patches come already
+            self.pattern = replace(self.pattern, ranks=None)
         self._set_pairs(self.pattern)
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # What was made of the scalars of a decay, see `kernels._of_decay`.
-        self.of_decay: dict[str, tuple[list[Tensor | None], Any]] = {}
+        self.of_decay: dict[Callable, tuple[list[Tensor | None], Any]] = {}
         # Which backend runs requests of each kind, see `choice.bound_backend`.
         self.choices: dict[tuple, Any] = {}
         # What the decay's positions follow from, where they are the same for all heads.
@@ -111,7 +114,7 @@ class AttentionPlan:
             self.list_bytes = 4 * self.num_heads * self.num_tokens * keys
             return
         self.offsets = pattern.offsets
-        self.ranks = pattern.ranks if self.layout == RASTER else None
+        self.ranks = pattern.ranks
         # Of pairs (j, j + o), over all heads.
         self.offset_pairs = sum(self.num_tokens - offset for head in self.offsets for offset in head)
 
@@ -250,8 +253,7 @@ def _mask(plan: AttentionPlan) -> np.ndarray:
     if plan.frames > 1:
         size = "x".join(map(str, (plan.frames, plan.grid[0] // plan.frames, plan.grid[1])))
         check_bytes(plan.num_heads * plan.total**2, f"a mask of all pairs over {size} patches would")
-    mask = mask_from_offsets(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
-    return mask if plan.ranks is None else mask_in_raster(mask, plan.ranks, plan.num_prefix_tokens)
+    return _pattern(plan).mask(plan.num_prefix_tokens)
 
 
 @registering("table", TABLES, "keys")
@@ -260,8 +262,7 @@ def _keys(plan: AttentionPlan) -> np.ndarray:
     if plan.repeats_frame:
         check_bytes(plan.list_bytes, f"lists of the keys of {plan.num_tokens} patches would")
         return repeated_lists(plan.frame_keys, plan.frames, plan.num_prefix_tokens)
-    lists = key_lists(_offsets(plan), plan.num_tokens, plan.num_prefix_tokens, plan.pairs)
-    return lists if plan.ranks is None else lists_in_raster(lists, plan.ranks, plan.num_prefix_tokens)
+    return _pattern(plan).key_lists(plan.num_prefix_tokens)
 
 
 @registering("table", TABLES, "frame_keys")
@@ -370,6 +371,11 @@ def _pair_begin(plan: AttentionPlan) -> np.ndarray:
             begins += [end, end] if offset else [end]
             end += plan.num_tokens - offset
     return np.array(begins, dtype=np.int64)
+
+
+def _pattern(plan: AttentionPlan) -> LayerPattern:
+    assert plan.pattern is not None
+    return plan.pattern
 
 
 def _offsets(plan: AttentionPlan) -> list[list[int]]:

@@ -131,11 +131,14 @@ class BasePreTrainedModel(PreTrainedModel):
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
+def asked_backend(config: Any) -> str:
+    """The backend that a config of transformers asks for; "eager" is its word for the written-out form."""
+    return "reference" if config._attn_implementation == "eager" else "auto"
+
+
 def call_options(config: BaseConfig, output_attentions: bool, layout: str = RASTER) -> CallOptions:
     """What a forward asks of the attention layers."""
-    # attn_implementation="eager" is transformers' word for the written-out form.
-    backend = "reference" if config._attn_implementation == "eager" else "auto"
-    return CallOptions(output_attentions, backend=backend, layout=layout)
+    return CallOptions(output_attentions, backend=asked_backend(config), layout=layout)
 
 
 def output_options(

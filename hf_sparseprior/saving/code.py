@@ -51,14 +51,14 @@ def code_files(entries: tuple[str, ...]) -> dict[str, str]:
     Raises:
         ValueError: for an import or a name that cannot be joined; the message has module and line.
     """
+    if all(_ours(name) for name in entries):
+        return _Code(entries).files()
     if not all(_ours(name) or name.startswith(LOADED) for name in entries):
         return {}
-    if not all(_ours(name) for name in entries):
-        folders = {Path(file).parent for name in entries if (file := sys.modules[name].__file__)}
-        files = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
-        # transformers makes a package of the folder into which it copies code.
-        return {path.name: path.read_text("utf-8") for path in files if path.name != "__init__.py"}
-    return _Code(entries).files()
+    folders = {Path(file).parent for name in entries if (file := sys.modules[name].__file__)}
+    files = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
+    # transformers makes a package of the folder into which it copies code.
+    return {path.name: path.read_text("utf-8") for path in files if path.name != "__init__.py"}
 
 
 # ---- modules and what they import -----------------------------------------------------------------------------------

@@ -1,4 +1,3 @@
-import collections
 import contextlib
 import copy
 import logging
@@ -48,17 +47,12 @@ def constant(alpha, beta):
 
 
 @contextmanager
-def calls_by_name():
-    """How often functions of these names run inside, those of other libraries too."""
-    counts = collections.Counter()
-
-    def note(frame, event, _):
-        if event == "call":
-            counts[frame.f_code.co_name] += 1
-
-    sys.setprofile(note)
+def calls():
+    """The code of each function that runs inside, those of other libraries too."""
+    called = []
+    sys.setprofile(lambda frame, event, _: event == "call" and called.append(frame.f_code))
     try:
-        yield counts
+        yield called
     finally:
         sys.setprofile(None)
 
@@ -68,16 +62,17 @@ def calls_by_name():
 )
 def test_settings_are_parsed_where_a_prior_is_resolved_and_nowhere_after(prior):
     parsers = {"split_spec", "check_keys", "check_order", "resolve_support", "resolve_decay", "resolve_module"}
-    with calls_by_name() as counts:
+    with calls() as called:
         resolved = resolve_prior(prior, HEADS, (4, 4))
-    assert parsers & set(counts), "the functions have other names now"
-    with calls_by_name() as counts:
+    assert parsers & {code.co_name for code in called}, "the functions have other names now"
+    with calls() as called:
         for layer_idx in range(2):
             layer = SparsePriorAttention(HIDDEN, HEADS, resolved, layer_idx)
             for grid in ((4, 4), (4, 5)) if resolved["predictor"] is None else ((4, 4),):
                 with contextlib.suppress(ValueError):  # a mixer of another grid
                     layer(tokens(grid), grid, 1)
-    assert counts["_attend_heads"] and not {name: counts[name] for name in parsers if counts[name]}
+    names = {code.co_name for code in called}
+    assert "_attend_heads" in names and not parsers & names
 
 
 @pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
@@ -88,16 +83,13 @@ def test_a_layer_takes_few_calls(prior):
         prior=prior,
     )  # fmt: skip
     layer, x = sp.SparsePriorViTModel(config).eval().layers[1], torch.randn(1, 17, 24)
-    calls, package = [], Path(sp.__file__).parent
     with torch.no_grad():
         layer(x, (4, 4), 1)
-        sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_filename))
-        try:
+        with calls() as called:
             layer(x, (4, 4), 1)
-        finally:
-            sys.setprofile(None)
-    own = [name for name in calls if package in Path(name).parents]
-    assert 15 <= len(own) <= 45 and len(set(own)) <= 12
+    package = Path(sp.__file__).parent
+    files = [code.co_filename for code in called if package in Path(code.co_filename).parents]
+    assert 15 <= len(files) <= 45 and len(set(files)) <= 12
 
 
 # ---- what the layer computes ----------------------------------------------------------------------------------------
