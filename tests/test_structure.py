@@ -128,6 +128,11 @@ def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}}) == {"a", "b", "c"}
 
 
+def test_tests_lie_in_the_rooms_of_what_they_test():
+    folders = {path.name for path in (ROOT / "tests" / "hf_sparseprior").iterdir() if any(path.glob("*.py"))}
+    assert folders == set(ROOMS)
+
+
 def test_every_module_of_the_library_is_in_a_room():
     assert {within(name) for name in LIBRARY} == {*ROOMS, *FACES}
 

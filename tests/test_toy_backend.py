@@ -14,7 +14,7 @@ from hf_sparseprior.attention.dense import reference
 from tasks.benchmark import attention
 from tasks.benchmark.contenders import PASSES, Setting, Size, chosen_backend, contenders, make_problem, timed_call
 from tasks.benchmark.model import COPY, ModelRun, parse_contenders
-from tests.hf_sparseprior.attention_cases import (
+from tests.hf_sparseprior.attention.attention_cases import (
     DECAY_VARIANTS,
     FILLED,
     assert_equals_reference,

@@ -5,7 +5,7 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from tasks.analysis.paper_numbers import UP_SHARES, preset_flops, sparsifiner_mhsa
-from tests.hf_sparseprior.attention_calls import make_request
+from tests.hf_sparseprior.attention.attention_calls import make_request
 
 TABLE_2 = {
     178: 396.8, 158: 360.6, 138: 324.6, 119: 290.3, 99: 254.2, 79: 218.0, 60: 183.6, 40: 147.5, 20: 111.4, 10: 93.3,

@@ -7,7 +7,7 @@ from transformers import AutoModel, AutoModelForImageClassification
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
-from tests.hf_sparseprior.iformer_oracle import SMALL, published_forward, published_state
+from tests.hf_sparseprior.models.iformer_oracle import SMALL, published_forward, published_state
 
 SOURCES = {
     "classifier": {},

@@ -136,7 +136,7 @@ def test_the_layer_predicts_by_the_kernel_what_pytorch_predicts(prefix, monkeypa
 
 
 def test_no_table_of_all_pairs():
-    from tests.hf_sparseprior.attention_cases import LargestTensor
+    from tests.hf_sparseprior.attention.attention_cases import LargestTensor
 
     torch.manual_seed(0)
     layer = SparsePriorAttention(

@@ -6,8 +6,8 @@ from transformers import ViTConfig, ViTForImageClassification
 import hf_sparseprior as sp
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, layer_depths
+from tests.hf_sparseprior.models.test_every_family import IMAGES, images
 from tests.hf_sparseprior.small import small
-from tests.hf_sparseprior.test_every_family import IMAGES, images
 
 RATE, DECAY, LAYER_DECAY = 1e-3, 0.05, 0.5
 

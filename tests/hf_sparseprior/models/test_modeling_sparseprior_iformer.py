@@ -13,7 +13,7 @@ from hf_sparseprior.models.blocks import BatchNorm
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.prior import is_prior_weight
-from tests.hf_sparseprior.iformer_oracle import DIMS, SMALL, published_forward, published_state
+from tests.hf_sparseprior.models.iformer_oracle import DIMS, SMALL, published_forward, published_state
 
 # Trained parameters with 1000 labels, those without the batch norms that inference folds away, and multiply-adds at 224
 # pixels; published are 2.9, 6.5, 8.9 and 14.7 million and 0.53, 1.09, 1.64 and 2.63 G (README of the published code).

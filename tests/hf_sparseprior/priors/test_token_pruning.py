@@ -33,7 +33,7 @@ from hf_sparseprior.training import (
 )
 from hf_sparseprior.training.keep_rate import scheduled_keep_rate
 from tasks.analysis.paper_numbers import masked_pruning_flops, preset_flops, unexplained_numbers
-from tests.hf_sparseprior.attention_calls import attend
+from tests.hf_sparseprior.attention.attention_calls import attend
 from tests.processes import run_script
 
 GRID = (5, 6)

@@ -13,7 +13,7 @@ from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.predictor import PREDICTORS, TopK
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
-from tests.hf_sparseprior.attention_calls import attend
+from tests.hf_sparseprior.attention.attention_calls import attend
 
 GRID, HEADS = (3, 4), 2
 SETTINGS_OF_3 = {"name": "topk", "keys": 3}

@@ -22,7 +22,7 @@ from hf_sparseprior.patterns.decay import (
     transposed_rank,
 )
 from hf_sparseprior.patterns.supports import LayerKey, build_mask, resolve_support
-from tests.hf_sparseprior.attention_cases import SHIPPED_BACKENDS
+from tests.hf_sparseprior.attention.attention_cases import SHIPPED_BACKENDS
 
 GRID, HEADS = (3, 4), 2
 SUPPORTS = {

@@ -11,7 +11,7 @@ from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.pattern import SUPPORTS, register_support
 from hf_sparseprior.patterns.supports import LayerKey, resolve_support, shared_pattern
-from tests.hf_sparseprior.attention_cases import CASES, brute_mask, gradients, make_leaves, make_plan
+from tests.hf_sparseprior.attention.attention_cases import CASES, brute_mask, gradients, make_leaves, make_plan
 
 
 @pytest.mark.parametrize("prefix", [0, 2])

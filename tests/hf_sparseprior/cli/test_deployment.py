@@ -36,7 +36,7 @@ for package in FORMATS["onnx"].packages + FORMATS["openvino"].packages:
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[export]'")
 pytest.importorskip("openvino")
 
-DOCS = Path(__file__).parents[2] / "docs" / "export.md"
+DOCS = Path(__file__).parents[3] / "docs" / "export.md"
 PRIOR = "fibottention+violin"
 # A grid of 4x4, so that supports have something to leave out, and a second layer for what is left of the tokens.
 LARGER = {"image_size": 16, "num_hidden_layers": 2}

@@ -15,7 +15,7 @@ from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, build_mask
 from hf_sparseprior.priors.prior import resolve_prior
-from tests.hf_sparseprior.attention_cases import (
+from tests.hf_sparseprior.attention.attention_cases import (
     DECAY_VARIANTS,
     FILLED,
     ON_DIAGONALS,

@@ -24,7 +24,7 @@ from hf_sparseprior.patterns.supports import (
     resolve_support,
 )
 from hf_sparseprior.priors.prior import resolve_prior
-from tests.hf_sparseprior.attention_cases import assert_equals_reference, assert_near, make_plan, runnable
+from tests.hf_sparseprior.attention.attention_cases import assert_equals_reference, assert_near, make_plan, runnable
 from tests.hf_sparseprior.small import small
 
 ORDERED = [name for name, support in SUPPORTS.items() if support.ordered]

@@ -11,7 +11,7 @@ from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
-from tests.hf_sparseprior.attention_calls import attend
+from tests.hf_sparseprior.attention.attention_calls import attend
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5
 BUILT = [name for name in MIXERS if name != "softmax"]

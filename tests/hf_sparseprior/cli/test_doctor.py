@@ -97,7 +97,7 @@ def test_rendering_is_tried_with_the_library_that_tasks_take(monkeypatch, found,
 
 def test_packages_of_the_robots_are_those_of_the_extra():
     """What tasks/robotics imports of `make robotics`, found by reading its modules."""
-    sources = (Path(__file__).parents[2] / "tasks" / "robotics").rglob("*.py")
+    sources = (Path(__file__).parents[3] / "tasks" / "robotics").rglob("*.py")
     imported = set(
         re.findall(r'(?:^\s*(?:from|import) |import_package\(")(\w+)', "\n".join(map(Path.read_text, sources)), re.M)
     )

@@ -10,7 +10,7 @@ import torch
 from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 from hf_sparseprior.patterns.supports import MASK_FILLS
-from tests.hf_sparseprior.attention_cases import (
+from tests.hf_sparseprior.attention.attention_cases import (
     CASES,
     DECAY_VARIANTS,
     assert_near,

@@ -4,7 +4,7 @@ from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import MASK_FILLS
-from tests.hf_sparseprior.attention_cases import (
+from tests.hf_sparseprior.attention.attention_cases import (
     ON_DIAGONALS,
     SHIPPED_SUPPORTS,
     call,

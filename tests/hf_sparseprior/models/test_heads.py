@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.models import heads
-from tests.hf_sparseprior import head_cases
+from tests.hf_sparseprior.models import head_cases
 from tests.processes import run_script
 
-PAGE = Path(__file__).parents[2] / "docs" / "heads.md"
+PAGE = Path(__file__).parents[3] / "docs" / "heads.md"
 CELLS = [(head, family) for head in heads.HEADS for family in head_cases.BACKBONES]
 TAKEN = [pair for pair in CELLS if head_cases.is_taken(*pair)]
 

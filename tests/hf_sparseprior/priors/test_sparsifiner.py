@@ -16,7 +16,7 @@ from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
-from tests.hf_sparseprior.attention_calls import attend, make_request
+from tests.hf_sparseprior.attention.attention_calls import attend, make_request
 from tests.processes import run_script
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5

@@ -1,6 +1,6 @@
 """Small models of every head on every family, what they learn from, and the table of which go together.
 
-python -m tests.hf_sparseprior.head_cases        runs every cell and prints the table of docs/heads.md
+python -m tests.hf_sparseprior.models.head_cases        runs every cell and prints the table of docs/heads.md
 """
 
 from functools import cache

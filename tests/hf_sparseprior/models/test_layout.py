@@ -16,7 +16,7 @@ from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.models.modeling_sparseprior_swin import SparsePriorSwinAttention
 from hf_sparseprior.patterns.supports import LayerKey, build_mask, resolve_support
 from hf_sparseprior.priors.prior import common_order, resolve_prior
-from tests.hf_sparseprior.attention_cases import assert_near
+from tests.hf_sparseprior.attention.attention_cases import assert_near
 
 HILBERT = {"name": "fibottention", "w_min": 1, "w_max": 6, "order": "hilbert"}
 PRIORS = {

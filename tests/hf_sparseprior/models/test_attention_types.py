@@ -21,7 +21,7 @@ from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.supports import head_offsets, layer_order
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
-from tests.hf_sparseprior.test_time import radial_sees
+from tests.hf_sparseprior.patterns.test_time import radial_sees
 from tests.processes import launched, run_script
 
 FRAMES, GRID, HEADS = 3, (3, 3), 3

@@ -21,8 +21,8 @@ from hf_sparseprior.patterns.relative_offsets import (
 from hf_sparseprior.patterns.supports import build_mask
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
-from tests.hf_sparseprior.attention_calls import attend, make_request
-from tests.hf_sparseprior.attention_cases import SHIPPED_BACKENDS
+from tests.hf_sparseprior.attention.attention_calls import attend, make_request
+from tests.hf_sparseprior.attention.attention_cases import SHIPPED_BACKENDS
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12
 PATCHES = [(row, column) for row in range(GRID[0]) for column in range(GRID[1])]

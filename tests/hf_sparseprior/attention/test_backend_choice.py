@@ -23,7 +23,7 @@ from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, triton_devic
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS, LayerKey, resolve_support
-from tests.hf_sparseprior.attention_cases import (
+from tests.hf_sparseprior.attention.attention_cases import (
     DECAY_VARIANTS,
     ON_DIAGONALS,
     PATTERNS,

@@ -16,7 +16,7 @@ from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, has_pairs
 from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 from hf_sparseprior.priors.prior import prior_names, resolve_prior
-from tests.hf_sparseprior.attention_cases import SHIPPED_BACKENDS
+from tests.hf_sparseprior.attention.attention_cases import SHIPPED_BACKENDS
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
