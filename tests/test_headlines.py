@@ -11,6 +11,7 @@ import pytest
 
 import hf_sparseprior as sp
 from tasks.common.paired import differences
+from tasks.common.records import read_records
 
 ROOT = Path(__file__).parents[1]
 TABLE = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8").partition("## In short")[2].partition("##")[0]
@@ -26,8 +27,8 @@ def benchmark(name: str) -> dict:
 
 def points(folder: str, row: str, reference: str = "dense", told: bool = True) -> str:
     """How far a row is from another one of its comparison, without a sign; `told` is whether that is significant."""
-    files = {name: sorted((CLASSIFICATION / folder / name).glob("seed*.json")) for name in (row, reference)}
-    runs = {name: [json.loads(file.read_text()) for file in own] for name, own in files.items()}
+    kept = read_records(CLASSIFICATION / folder)
+    runs = {name: list(kept[name].values()) for name in (row, reference)}
     found = differences(runs, reference)[row]
     assert found.told is told
     return f"{abs(100 * found.mean):.1f}"
@@ -99,11 +100,10 @@ def exported_sparsifiner() -> tuple[float, float]:
 
 def sparsifiner_parameters() -> list[str]:
     """Percent more than the dense model, of the two small models."""
-    files = [
-        [CLASSIFICATION / f"sparsifiner_table{table}_small" / row / "seed0.json" for row in ("1.0", rate)]
-        for table, rate in ((2, "0.2"), (3, "0.25"))
-    ]
-    counts = [[json.loads(file.read_text())["parameters"] for file in pair] for pair in files]
+    counts = []
+    for number, rate in ((2, "0.2"), (3, "0.25")):
+        kept = read_records(CLASSIFICATION / f"sparsifiner_table{number}_small")
+        counts.append([kept[row][0]["parameters"] for row in ("1.0", rate)])
     return [f"{100 * (sparse / dense - 1):.0f}" for dense, sparse in counts]
 
 
@@ -198,8 +198,9 @@ def test_numbers_are_those_of_the_records(name):
 
 def test_what_the_first_table_says_in_words():
     tasks = ("count", "fashion", "orientation", "position")
-    files = [file for task in tasks for file in CLASSIFICATION.glob(f"evidence_{task}/*-violin/seed*.json")]
-    changes = [json.loads(file.read_text())["max_decay_change"] for file in files]
+    kept = [read_records(CLASSIFICATION / f"evidence_{task}") for task in tasks]
+    rows = [runs for records in kept for row, runs in records.items() if row.endswith("-violin")]
+    changes = [run["max_decay_change"] for runs in rows for run in runs.values()]
     assert "the decay stays within 0.00001 of 1" in TABLE and len(changes) > 30 and max(changes) < 1e-5
     assert "the speed of dense" in TABLE and sparsifiner_attention()[0] == pytest.approx(1, abs=0.05)
 

@@ -1,10 +1,10 @@
 """The README stays true: names, files and commands that it mentions exist."""
 
-import json
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from hf_sparseprior.patterns.curves import CURVES
 from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS, PLACEMENTS
 from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS
+from tasks.common.records import read_records
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -204,28 +205,19 @@ JUDGED = (
 )
 
 
-def accuracy(file: Path) -> float:
+def accuracy(record: Mapping[str, Any]) -> float:
     """Of a record: what its task is judged by, on the test images."""
-    metrics = json.loads(file.read_text())["metrics"]
-    return next(float(metrics[name]) for name in JUDGED if name in metrics)
+    return next(float(record["metrics"][name]) for name in JUDGED if name in record["metrics"])
 
 
 def runs_of(folder: Path) -> dict[str, list[float]]:
     """Accuracies in percent of every row of a folder of records."""
-    runs: dict[str, list[float]] = {}
-    for file in sorted(folder.glob("*/seed*.json")):
-        runs.setdefault(file.parent.name, []).append(100 * accuracy(file))
-    return runs
+    return {row: [100 * accuracy(run) for run in runs.values()] for row, runs in read_records(folder).items()}
 
 
 def accuracies(folder: Path) -> dict[str, tuple[float, float]]:
     """Mean and spread of every row of a folder of records, from what its runs say. A single run has no spread."""
     return {row: (statistics.mean(v), statistics.stdev(v)) for row, v in runs_of(folder).items() if len(v) > 1}
-
-
-def by_seed(row: Path) -> str:
-    """The accuracies of a row's runs, seed after seed."""
-    return ", ".join(f"{100 * accuracy(file):.2f}" for file in sorted(row.glob("seed*.json")))
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -250,7 +242,7 @@ def test_accuracies_of_results_pages_are_those_of_runs(page):
             f"{mean:.2f} ± {std:.2f} ({len(runs_of(folder)[row])} seeds)"
             for row, (mean, std) in accuracies(folder).items()
         }
-    known |= {by_seed(row) for row in ROOT.glob("tasks/*/results/*/*/") if list(row.glob("seed*.json"))}
+    known |= {", ".join(f"{one:.2f}" for one in runs) for folder in FOLDERS for runs in runs_of(folder).values()}
     for section in sections(page):
         for first, *rows in tables(section):
             for column, name in enumerate(first.split("|")):

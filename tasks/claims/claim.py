@@ -51,11 +51,13 @@ from typing import Any
 from tasks.claims.kinds import KINDS, Kind, Ranked, Untried
 from tasks.common.config import read_yaml
 from tasks.common.paired import ACCURACY
+from tasks.common.records import read_records
 
 TIERS = {"A": 5, "B": 1}  # seeds
 SEED = "{seed}"  # in texts that are there for each seed
 AFTER = "after its rows"
 BUDGETS = {"A": 30, "B": 15}  # hours of one core
+Run = tuple[str, str, int]  # folder of records, row and seed
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Claim:
 
     name: unique in its paper. where: the place in the paper. paper: its numbers, as printed. test: what would show it.
     tier: "A" or "B"; None: not tried, or of no seeds. config: FILE#CELL of the comparison. task: whose `compare` runs
-    it. records: folder of a folder for each row; with keys, a file. metric: a share. reduced: what is smaller than in
+    it. records: folder of records.jsonl; with keys, a file. metric: a share. reduced: what is smaller than in
     the paper. keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its
     number. relative_to: where it has their unit. fitted: the setting that was chosen so that it comes out. changed: how
     the test was changed when its number was known. written: `AFTER`, or None.
@@ -124,15 +126,18 @@ class Claim:
             for row, keys in (self.keys or {}).items()
         }
 
-    def runs(self, root: Path) -> dict[tuple[str, int], Path]:
-        """The records that it asks for, by row and seed; none if it reads numbers of files."""
+    def runs(self) -> set[Run]:
+        """The runs that it asks for; none if it reads numbers of files."""
         rows = self.test.rows if self.keys is None else ()
-        folder = root / (self.records or "")
-        return {(row, seed): folder / row / f"seed{seed}.json" for row in rows for seed in range(self.seeds)}
+        return {(self.records or "", row, seed) for row in rows for seed in range(self.seeds)}
 
-    def recorded(self, root: Path) -> dict[str, list[Path]]:
+    def recorded(self, root: Path) -> dict[Run, Mapping[str, Any]]:
         """The records that there are of its rows, also of more seeds than it asks for."""
-        return {row: sorted((root / (self.records or "") / row).glob("seed*.json")) for row, _ in self.runs(root)}
+        if self.keys is not None or not self.test.rows:
+            return {}
+        folder = self.records or ""
+        kept = read_records(root / folder)
+        return {(folder, row, seed): kept[row][seed] for row in self.test.rows for seed in sorted(kept.get(row, {}))}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ counted or timed comes out alike whenever it is written down.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from pathlib import Path
 import yaml
 
 from tasks.claims import commands
-from tasks.claims.claim import AFTER, Paper, read_papers
+from tasks.claims.claim import AFTER, Paper, Run, read_papers
 from tasks.claims.page import CLAIMS, ROOT
 from tasks.common.command import run_command
+from tasks.common.records import OLD, RECORDS, ROW, SEED
 
 LAST = sys.maxsize
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
@@ -60,11 +62,21 @@ def _claims_of(text: str) -> list[str]:
     return list(claims) if isinstance(claims, dict) else []
 
 
-def first_recorded(root: Path, order: Mapping[str, int]) -> dict[str, int]:
-    """By path of a JSON file, the place in the history at which it was first there."""
-    found: dict[str, int] = {}
-    for commit, file in written_files(root, "A", "*.json"):
-        found.setdefault(file, order[commit])
+def first_recorded(root: Path, order: Mapping[str, int]) -> dict[Run, int]:
+    """By run, the place in the history at which its record was first there.
+
+    Until there was records.jsonl, a record was FOLDER/ROW/seedN.json.
+    """
+    found: dict[Run, int] = {}
+    for commit, file in written_files(root, "A", "*/seed*.json"):
+        if OLD.fullmatch(Path(file).name):
+            row, seed = Path(file).parent, int(Path(file).stem.removeprefix("seed"))
+            found.setdefault((str(row.parent), row.name, seed), order[commit])
+    for commit, file in written_files(root, "AM", f"*/{RECORDS}"):
+        for line in git(root, "show", f"{commit}:{file}").splitlines()[1:]:
+            record = json.loads(line)
+            run = (str(Path(file).parent), record[ROW], record[SEED])
+            found[run] = min(found.get(run, LAST), order[commit])
     return found
 
 
@@ -100,7 +112,7 @@ def written_after(papers: list[Paper], root: Path) -> list[tuple[str, str]]:
     found = []
     for paper in papers:
         for claim in paper.claims:
-            runs = [str(run.relative_to(root)) for run in claim.runs(root).values()]
+            runs = claim.runs()
             known = [recorded[run] for run in runs if run in recorded]
             if runs and len(known) == len(runs) and written.get((paper.name, claim.name), LAST) > max(known):
                 found.append((paper.name, claim.name))

@@ -19,6 +19,7 @@ from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from tasks.common.metrics import unpack_correct
 from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, could_tell, differences, image_scores
+from tasks.common.records import RECORDS, read_records
 from tasks.common.tables import count_of_seeds
 
 HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (
@@ -451,7 +452,9 @@ class Oracle(Kind):
 
 
 def number_in(root: Path, record: str, key: str) -> float | None:
-    """The number under a key such as "rows/dense/mean" in a JSON file; None if there is no such file.
+    """The number under a key such as "rows/dense/mean" in a JSON file; None if there is no such file, or no such run.
+
+    In a file of records a key has row and seed in front: "dense/0/pruning_ratio".
 
     Names there may have slashes themselves; the longest one that fits is taken. An entry of a list has its place, from
     0, or its own "name"; * is the mean over all entries, as in "layers/*/weight".
@@ -462,7 +465,14 @@ def number_in(root: Path, record: str, key: str) -> float | None:
     path = root / record
     if not path.is_file():
         return None
-    value = _under(json.loads(path.read_text(encoding="utf-8")), key, f"{record} has no {key!r}", f"{record}, {key}")
+    if path.name == RECORDS:
+        row, seed, key = key.split("/", 2)
+        content = read_records(path.parent).get(row, {}).get(int(seed))
+        if content is None:
+            return None
+    else:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    value = _under(content, key, f"{record} has no {key!r}", f"{record}, {key}")
     _number(value, f"{record}, {key}")
     return float(value)
 

@@ -20,7 +20,7 @@ from PIL import Image
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
 from tasks.claims import commands
-from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, read_papers
+from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, Run, read_papers
 from tasks.claims.kinds import (
     FAILS,
     HOLDS,
@@ -37,7 +37,6 @@ from tasks.claims.kinds import (
 )
 from tasks.common.command import run_command
 from tasks.common.paired import AT_LEAST, FEWEST, POWER, RULE
-from tasks.common.results import read_results
 from tasks.common.tables import count_of_seeds, markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -115,9 +114,8 @@ def records_of(claim: Claim, root: Path) -> Records:
                 numbers.append({"seed": seed, "metrics": {claim.metric: number / unit}})
         if numbers:
             found[row] = numbers
-    for row, files in claim.recorded(root).items():
-        if runs := sorted((read_results(file) for file in files), key=lambda run: run["seed"]):
-            found[row] = runs
+    for (_, row, _), record in claim.recorded(root).items():
+        found.setdefault(row, []).append(dict(record))
     return found
 
 
@@ -133,7 +131,8 @@ def outcome(claim: Claim, root: Path) -> Outcome:
             raise ValueError(f"{claim.records}/{row}: a record has no {claim.metric}")
     found = claim.test.judge(records, claim.metric, root)
     files = {root / file for places in claim.numbers().values() for _, file, _ in places}
-    if found.verdict != NOT_YET and not all(run.is_file() for run in {*claim.runs(root).values(), *files}):
+    missing = claim.runs() - claim.recorded(root).keys()
+    if found.verdict != NOT_YET and (missing or not all(file.is_file() for file in files)):
         return replace(found, verdict=NOT_YET)
     if not claim.test.rows:
         return found
@@ -218,18 +217,18 @@ def judged_by(claim: Claim) -> str:
 def costs(papers: Iterable[Paper], root: Path) -> str:
     """How many runs each tier asks for and has, and how long those took that it reads, as a Markdown table."""
     claims = [claim for paper in papers for claim in paper.claims]
-    asked_before: set[Path] = set()
-    read_before: set[Path] = set()
+    asked_before: set[Run] = set()
+    read_before: set[Run] = set()
     rows = []
     for tier, seeds in TIERS.items():
         own = [claim for claim in claims if claim.tier == tier]
-        asked = {run for claim in own for run in claim.runs(root).values()} - asked_before
-        read = {run for claim in own for files in claim.recorded(root).values() for run in files}
-        hours = core_hours(read_results(run) for run in sorted(read - read_before))
-        recorded = sum(run.is_file() for run in asked)
+        asked = {run for claim in own for run in claim.runs()} - asked_before
+        read = {run: record for claim in own for run, record in claim.recorded(root).items()}
+        hours = core_hours(read[run] for run in sorted(read.keys() - read_before))
+        recorded = len(asked & read.keys())
         rows.append([tier, str(seeds), str(BUDGETS[tier]), str(len(asked)), str(recorded), f"{hours:.1f}"])
         asked_before |= asked
-        read_before |= read
+        read_before |= read.keys()
     return markdown_table(("tier", "seeds", "hours allowed", "runs", "recorded", "hours taken"), rows)
 
 
@@ -291,9 +290,9 @@ def _ways(paper: Paper) -> list[Way]:
         if task is not None:
             rows: dict[str, set[int]] = {}
             for claim in claims:
-                for row, files in claim.recorded(ROOT).items():
-                    seeds = {int(file.stem.removeprefix("seed")) for file in files} | set(range(claim.seeds))
-                    rows[row] = rows.get(row, set()) | seeds
+                rows |= {row: rows.get(row, set()) for row in claim.test.rows}
+                for _, row, seed in claim.runs() | claim.recorded(ROOT).keys():
+                    rows[row].add(seed)
             commands_of = compare_commands(task, str(config), str(record), rows)
             command = f" {', '.join(f'`{line}`' for line in commands_of)}."
         table = f"{record}/table.md" if task is not None else str(record)

@@ -16,7 +16,7 @@ from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
 from tasks.claims.page import CLAIMS, ROOT, compare_commands, core_hours
 from tasks.common.command import run_command
-from tasks.common.results import read_results
+from tasks.common.records import read_records
 
 Place = tuple[str, str, str]
 
@@ -25,11 +25,9 @@ def missing(papers: list[Paper], root: Path, tier: str | None = None) -> dict[Pl
     """By (task, config, records): the seeds that each row lacks, of 0 to the claim's number of them."""
     found: dict[Place, dict[str, set[int]]] = {}
     for claim in (claim for paper in papers for claim in paper.claims if tier in (None, claim.tier)):
-        for (row, seed), run in claim.runs(root).items():
-            if not run.is_file():
-                assert claim.task is not None and claim.config is not None and claim.records is not None
-                place = (claim.task, claim.config, claim.records)
-                found.setdefault(place, {}).setdefault(row, set()).add(seed)
+        for records, row, seed in sorted(claim.runs() - claim.recorded(root).keys()):
+            assert claim.task is not None and claim.config is not None
+            found.setdefault((claim.task, claim.config, records), {}).setdefault(row, set()).add(seed)
     return found
 
 
@@ -39,20 +37,14 @@ def hours(found: dict[Place, dict[str, set[int]]], root: Path) -> tuple[float, i
     """
     total, unknown = 0.0, 0
     for (_, _, records), rows in found.items():
-        taken = {folder.name: _hours_of(folder) for folder in (root / records).glob("*") if folder.is_dir()}
-        known = {row: own for row, own in taken.items() if own is not None}
+        kept = read_records(root / records)
+        known = {row: core_hours(runs.values()) / len(runs) for row, runs in kept.items()}
         for row, seeds in rows.items():
             if known:
                 total += len(seeds) * known.get(row, sum(known.values()) / len(known))
             else:
                 unknown += len(seeds)
     return total, unknown
-
-
-def _hours_of(folder: Path) -> float | None:
-    """Mean of a row's runs, in hours of one core; None without a record."""
-    runs = [read_results(file) for file in sorted(folder.glob("seed*.json"))]
-    return core_hours(runs) / len(runs) if runs else None
 
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:

@@ -15,10 +15,11 @@ The rest is a run's configuration that every row shares: sections, and a `matrix
 
 Runs of one seed see the same examples in the same order, augmented alike. With `model.pretrained` they start from one
 new classifier and the same adapters, without it from the weights of one dense model, as far as it has them. Seeds take
-turns, so that an early stop leaves a fair comparison. Every finished run leaves a record. The command can be killed at
-any moment and started again; then it goes on where it stopped, and does no finished run again. It prints a table of the
-rows and one of their differences to the first row, or to `reference`, seed by seed (tasks/common/paired.py), and draws
-both. With `reference: {a-wide: dense-wide}` the rows that are named there are compared with rows of their own.
+turns, so that an early stop leaves a fair comparison. Every finished run leaves its results in its folder and a line in
+records.jsonl (tasks/common/records.py). The command can be killed at any moment and started again; then it goes on
+where it stopped, and does no finished run again. It prints a table of the rows and one of their differences to the
+first row, or to `reference`, seed by seed (tasks/common/paired.py), and draws both. With `reference: {a-wide:
+dense-wide}` the rows that are named there are compared with rows of their own.
 
 `--jobs N` does N runs at a time, each in a process of one thread (tasks/common/queue.py), and says how long the rest
 will take. A run that fails does not stop the others. Such a command can be given twice at once, on one machine or on
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +68,8 @@ from tasks.common.parsers import compare_parser
 from tasks.common.processes import started
 from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
 from tasks.common.ray_queue import RayQueue
-from tasks.common.results import check_results, read_results, write_results
+from tasks.common.records import RECORDS, add_records, read_records
+from tasks.common.results import check_results, read_results
 from tasks.common.run_folder import (
     RESULTS,
     RUN_CONFIG,
@@ -295,7 +296,8 @@ def run_comparison(
     Args:
         comparison: what to run.
         out: folder of the runs, with their checkpoints and models.
-        records: folder of VARIANT/seedN.json, which alone say that a run is done.
+        records: folder of records.jsonl. A run that has a record there is done, and one whose folder has its results,
+            which become its record.
         variants: only these.
         command: for results.json.
         jobs: how many runs at a time, each in a process of one thread; None: one after another in this process.
@@ -317,73 +319,117 @@ def run_comparison(
     if pending:
         check_place(out, "--out")
         check_place(records, "--records")
-    queue = make_queue(comparison.task, 1 if jobs is None and shard is not None else jobs, ray, rows, found)
+
+    order = list(comparison.configs)
+
+    def collect() -> None:
+        """Bring what finished runs left in their folders into the records, if it is not there yet."""
+        kept = read_records(records)
+        missing = [row for row in rows if row.seed not in kept.get(row.name, {})]
+        add_records(records, [(row.name, record) for row in missing if (record := row.folder_record())], order)
+
+    queue = make_queue(comparison.task, 1 if jobs is None and shard is not None else jobs, ray, rows, found, collect)
     if pending and shard is not None:
         check_locks(out)
+    if PartialState().is_main_process:
+        collect()
     comparison.prepare(pending, [record for record in found if record is not None], command, queue)
     if queue is not None:
-        order = range(len(rows)) if shard is None else shard.order(len(rows))
-        queue.run([rows[number].job(command) for number in order if found[number] is None])
+        numbers = range(len(rows)) if shard is None else shard.order(len(rows))
+        queue.run([rows[number].job(command) for number in numbers if found[number] is None])
         found = [row.record() for row in rows]
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number, (row, record) in enumerate(zip(rows, found, strict=True), start=1):
-        if record is None:
+        if record is None and queue is None:
             print(f"[{number}/{len(rows)}] {row}", file=sys.stderr, flush=True)
             record = row.run(command)
-        done[row.name].append(record)
+            if PartialState().is_main_process:
+                add_records(records, [(row.name, record)], order)
+        if record is not None:
+            done[row.name].append(record)
     return done
 
 
 class Row:
     """One run of a comparison: a row of its table with one seed.
 
-    config: its whole configuration. file: its record.
+    config: its whole configuration. folder: the run's. records: the folder of its record.
     """
 
     def __init__(self, comparison: Comparison, name: str, seed: int, out: Path, records: Path) -> None:
         self.task, self.metric, self.name, self.seed = comparison.task, comparison.metric, name, seed
-        self.config = copy.deepcopy(comparison.configs[name])
-        self.config["trainer"].update(seed=seed, output_dir=str(out / name / f"seed{seed}"))
-        self.file = records / name / f"seed{seed}.json"
+        self.folder, self.records = out / name / f"seed{seed}", records
+        self.config = self.make_config(comparison.configs[name])
 
     def __str__(self) -> str:
         return f"{self.name}, seed {self.seed}"
 
+    def make_config(self, shared: Config) -> Config:
+        """The configuration of its row, with seed and folder."""
+        config = copy.deepcopy(shared)
+        config["trainer"].update(seed=self.seed, output_dir=str(self.folder))
+        return config
+
+    @property
+    def identity(self) -> Config:
+        """What makes it this run and no other."""
+        return self.config
+
+    def stored_identity(self, config: Config) -> Config:
+        """`identity` of a configuration as results and records have it."""
+        return config
+
     def record(self) -> dict[str, Any] | None:
         """Its record, None if it is not done; an error if that is of another configuration."""
-        return read_record(self.file, self.config, self.metric)
+        record = read_records(self.records).get(self.name, {}).get(self.seed)
+        if record is None:
+            return self.folder_record()
+        path = f"{self.records / RECORDS}: the record of {self}"
+        check_record(path, record, self.metric)
+        if differences := config_differences(self.stored_identity(record["config"]), self.identity):
+            raise ValueError(
+                f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"
+            )
+        return record
+
+    def folder_record(self) -> dict[str, Any] | None:
+        """What its folder's results become in the records; None if it is not done, or the folder is another run's."""
+        results = self.folder / RESULTS
+        if not (self.folder / RUN_CONFIG).exists() or not results.exists():
+            return None
+        if folder_differences(self.folder, self.identity):
+            return None
+        return record_of(read_results(results), results, self.metric)
 
     def check_folder(self) -> None:
         """Raise ValueError if its folder belongs to another run."""
-        check_folder(self.config)
+        check_owner(self.folder, self.identity)
+
+    @property
+    def does(self) -> Callable[..., dict[str, Any]]:
+        """What does it."""
+        return do_run
 
     def run(self, command: str | None) -> dict[str, Any]:
         """Do it in this process. Returns its record."""
-        return do_run(self.task, self.config, self.file, command, metric=self.metric)
+        return self.does(self.task, self.config, command, self.metric)
 
     def job(self, command: str | None) -> Job:
         """What a queue does for it."""
-        arguments = (self.task, self.config, self.file, command or command_line(), self.metric)
-        folder = Path(self.config["trainer"]["output_dir"])
-        return Job(str(self), self.name, folder, do_run, arguments, lambda: self.record() is not None)
+        arguments = (self.task, self.config, command or command_line(), self.metric)
+        return Job(str(self), self.name, self.folder, self.does, arguments, lambda: self.record() is not None)
 
 
 def do_run(
     task: HFTask,
     config: Config,
-    file: Path | None,
     command: str | None,
     metric: str | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
-    """Do a run and write its record, if it has a file for one. Returns the record, which has the metric, by default the
-    task's.
-    """
+    """Do a run. Returns its record, which has the metric, by default the task's."""
     results = run(task, config, command=command, callbacks=callbacks)
-    record = record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS, metric or task.metric)
-    if file is not None and PartialState().is_main_process:
-        write_results(file, record)
-    return record
+    return record_of(results, Path(config["trainer"]["output_dir"]) / RESULTS, metric or task.metric)
 
 
 def run(
@@ -394,10 +440,15 @@ def run(
 
 
 def make_queue(
-    task: Any, jobs: int | None, ray: str | None, rows: Sequence[Row], records: Sequence[Mapping[str, Any] | None]
+    task: Any,
+    jobs: int | None,
+    ray: str | None,
+    rows: Sequence[Row],
+    records: Sequence[Mapping[str, Any] | None],
+    when_done: Callable[[], None],
 ) -> AnyQueue | None:
     """A queue that does `jobs` runs at a time, or that of a Ray cluster; None without both. The records, None for runs
-    still to do, say how long runs take.
+    still to do, say how long runs take. `when_done` is called after every run.
     """
     if (jobs is not None or ray is not None) and (processes := started()) > 1:
         option = f"--ray={ray}" if jobs is None else f"--jobs={jobs}"
@@ -406,9 +457,11 @@ def make_queue(
     for row, record in zip(rows, records, strict=True):
         if record is not None:
             seconds.setdefault(row.name, []).append(record["seconds"])
-    if ray is not None:
-        return RayQueue(modules, ray, seconds)
-    return None if jobs is None else Queue(modules, jobs, seconds)
+    if jobs is None and ray is None:
+        return None
+    queue = Queue(modules, jobs, seconds) if jobs is not None else RayQueue(modules, str(ray), seconds)
+    queue.when_done = when_done
+    return queue
 
 
 def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[str, Any]]]:
@@ -419,11 +472,9 @@ def all_records(comparison: Comparison, records: Path) -> dict[str, list[dict[st
         ValueError: for a record that is damaged or of another configuration, and for weights of `model.pretrained` that
             changed between runs.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    kept, found = read_records(records), dict[str, list[dict[str, Any]]]()
     for name in comparison.configs:
-        names = [path.stem for path in (records / name).glob("seed*.json")]
-        # As `run_comparison` writes them; seed01.json is somebody else's.
-        for seed in sorted(int(name[4:]) for name in names if re.fullmatch("seed(0|[1-9][0-9]*)", name)):
+        for seed in sorted(kept.get(name, {})):
             record = comparison.row(name, seed, records, records).record()
             assert record is not None
             found.setdefault(name, []).append(record)
@@ -497,9 +548,9 @@ def do_first(
         name = f"first [{number}/{len(todo)}] {config['trainer']['output_dir']}"
         if queue is None:
             print(name, file=sys.stderr, flush=True)
-            do_run(task, config, None, command, metric=comparison.metric)
+            do_run(task, config, command, comparison.metric)
             continue
-        arguments = (task, config, None, command or command_line(), comparison.metric)
+        arguments = (task, config, command or command_line(), comparison.metric)
         folder = Path(config["trainer"]["output_dir"])
         queue.run([Job(name, name, folder, do_run, arguments, partial(_is_finished, config, mine=True))])
     check_start(task, [config for config in pending if waits(config)], records)
@@ -560,7 +611,7 @@ def check_owner(out: Path, config: Config, way_out: str = "remove it or choose a
         raise ValueError(f"{out} is of another configuration ({different}); {way_out}")
 
 
-def record_of(results: dict[str, Any], path: Path, metric: str = ACCURACY) -> dict[str, Any]:
+def record_of(results: Mapping[str, Any], path: Path, metric: str = ACCURACY) -> dict[str, Any]:
     """What a record keeps of a run's results; ValueError if they lack it. `path`: of the results, for errors.
 
     metric: the task's.
@@ -569,34 +620,13 @@ def record_of(results: dict[str, Any], path: Path, metric: str = ACCURACY) -> di
     return {key: results[key] for key in (*RECORDED, *RECORDED_LATER) if key in RECORDED or key in results}
 
 
-def check_record(path: Path, content: Mapping[str, Any], metric: str = ACCURACY) -> None:
-    """Raise ValueError unless this is all that a table shows."""
+def check_record(place: str | Path, content: Mapping[str, Any], metric: str = ACCURACY) -> None:
+    """Raise ValueError unless this is all that a table shows. `place`: where it is, for errors."""
     if missing := [key for key in RECORDED if key not in content]:
-        raise ValueError(f"{path} is not a whole record, it lacks {', '.join(missing)}; remove it")
-    check_results(path, content, SHOWN)
+        raise ValueError(f"{place} is not whole, it lacks {', '.join(missing)}; remove it")
+    check_results(place, content, SHOWN)
     if content["metrics"].get(metric) is None:
-        raise ValueError(f"{path} is not a whole record, it lacks metrics.{metric}; remove it")
-
-
-def read_record(
-    path: Path, config: Config, metric: str = ACCURACY, stored: Callable[[Any], Config] = lambda config: config
-) -> dict[str, Any] | None:
-    """A finished run's record; an error if it is of another configuration.
-
-    `stored` gives the configuration of a record the form of `config`.
-    """
-    if not path.exists():
-        return None
-    try:
-        record = read_results(path)
-    except (ValueError, TypeError):
-        raise ValueError(f"{path} is not a whole record, it lacks its end; remove it") from None
-    check_record(path, record, metric)
-    if differences := config_differences(stored(record["config"]), config):
-        raise ValueError(
-            f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another --records"
-        )
-    return record
+        raise ValueError(f"{place} is not whole, it lacks metrics.{metric}; remove it")
 
 
 def compare_main(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
 from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.metrics import unpack_correct
-from tasks.common.paired import ACCURACY, Difference, difference_summary, difference_table, differences
-from tasks.common.results import write_results
+from tasks.common.paired import ACCURACY, Difference, difference_table, differences
 from tasks.common.tables import count_of_seeds, markdown_table, plus_minus, wilson_interval
 
 SUCCESS = "test_success"  # of robots
@@ -124,17 +122,33 @@ def draw_results(
     first: str | None = None,
     metric: str = ACCURACY,
     references: Mapping[str, str] | None = None,
+    also: Sequence[str] = (),
 ) -> Path:
     """The metric of every seed and its mean for each variant; next to it the differences to the variant `first`.
 
-    Differences have their 95 % interval, and stand out where they are told (`paired.RULE`). With fewer seeds than the
-    rule asks for there is no interval. references: of rows that are compared with another one.
+    Below that the same of other metrics, `also`. Differences have their 95 % interval, and stand out where they are
+    told (`paired.RULE`). With fewer seeds than the rule asks for there is no interval. references: of rows that are
+    compared with another one.
     """
     plt = pictures.pyplot()
-    found = differences(results, references or first, metric) if first is not None else {}
-    size = (6.4 + 4.2 * bool(found), 1.2 + 0.4 * len(results))
-    figure, axes = plt.subplots(1, 1 + bool(found), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    axis = axes[0, 0]
+    metrics = (metric, *also)
+    found = {name: {} if first is None else differences(results, references or first, name) for name in metrics}
+    columns = 1 + any(found.values())
+    size = (6.4 + 4.2 * (columns - 1), len(metrics) * (1.2 + 0.4 * len(results)))
+    figure, axes = plt.subplots(len(metrics), columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for name, places in zip(metrics, axes, strict=True):
+        _draw_metric(places[0], results, name)
+        if found[name]:
+            _draw_differences(places[1], list(results), found[name], str(first))
+        elif columns > 1:
+            places[1].axis("off")
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", alpha=0.25)
+    return pictures.save(figure, path)
+
+
+def _draw_metric(axis: Any, results: Mapping[str, Sequence[Mapping[str, Any]]], metric: str) -> None:
     for row, runs in enumerate(results.values()):
         accuracy = [100 * record["metrics"][metric] for record in runs]
         axis.plot(accuracy, [row] * len(accuracy), "o", color=pictures.INK, alpha=0.7)
@@ -143,12 +157,6 @@ def draw_results(
     axis.set_yticks(range(len(results)), list(results))
     axis.set_ylim(len(results) - 0.5, -0.5)
     axis.set_xlabel(f"{label(metric)}, %\n(dots: seeds, bar: mean)")
-    if found:
-        _draw_differences(axes[0, 1], list(results), found, str(first))
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="x", alpha=0.25)
-    return pictures.save(figure, path)
 
 
 def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Difference], first: str) -> None:
@@ -179,32 +187,22 @@ def write_comparison(
     also: Sequence[str] = (),
     references: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tables, summaries and pictures of the records into their folder, and print the tables.
+    """Write table.md and results.png of the records into their folder, and print the table.
 
     Args:
-        results: records by row. folder: gets table.md, summary.json, differences.json and results.png, and the last two
-            once more for each metric of `also`, as differences_NAME.json and results_NAME.png.
-        first: the row that the others are compared with. metric: the task's. also: other metrics that it judges, those
-            that every record has. references: the row that each row is compared with, if it is not the first for all.
+        results: records by row. folder: gets them. first: the row that the others are compared with. metric: the
+            task's. also: other metrics that it judges, those that every record has. references: the row that each row
+            is compared with, if it is not the first for all.
     """
     minus = references or first
     also = [name for name in also if all(name in record["metrics"] for runs in results.values() for record in runs)]
     lines, found = table(results, metric, also), differences(results, minus, metric)
-    others = {name: differences(results, minus, name) for name in also}
     if found:
         lines += "\n\n" + (f"{label(metric)}:\n\n" if also else "") + difference_table(found, first)
-    for name, other in others.items():
-        lines += f"\n\n{label(name)}:\n\n" + difference_table(other, first) if other else ""
-    summary = {name: [record["metrics"] for record in runs] for name, runs in results.items()}
+    for name in also:
+        if other := differences(results, minus, name):
+            lines += f"\n\n{label(name)}:\n\n" + difference_table(other, first)
     with turn(folder / REPORT_LOCK):  # commands that do a comparison together end together
         write_text(folder / "table.md", lines + "\n")
-        write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-        if found:
-            write_results(folder / "differences.json", difference_summary(found, first))
-        picture = draw_results(results, folder / "results.png", first, metric, references)
-        for name, other in others.items():
-            last = name.rpartition("/")[2]
-            if other:
-                write_results(folder / f"differences_{last}.json", difference_summary(other, first))
-            draw_results(results, folder / f"results_{last}.png", first, name, references)
+        picture = draw_results(results, folder / "results.png", first, metric, references, also)
     print(f"\n{next(iter(results.values()))[0]['data']}\n\n{lines}\n\npicture: {picture}, table: {folder}/table.md")

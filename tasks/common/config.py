@@ -474,3 +474,38 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested dicts and, where all keys of a level are numbers, lists: {"a.0.b": 1} -> {"a": [{"b": 1}]}.
+
+    Args:
+        flat: values by dotted key; a dict under one key is merged with what other keys put there.
+    """
+    root: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = key.split(".")
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+        both = isinstance(value, dict) and isinstance(node.get(last), dict)
+        node[last] = {**node[last], **value} if both else value
+    return {key: _lists(value) for key, value in root.items()}
+
+
+def nested_names(value: Any) -> Any:
+    """mm's keys with dots (names of modules, in `custom_keys`) as nested keys.
+
+    The first records had the whole configuration as dotted keys, in which the two look the same.
+    """
+    if isinstance(value, dict):
+        return nested({key: nested_names(part) for key, part in value.items()})
+    return [nested_names(part) for part in value] if isinstance(value, list) else value
+
+
+def _lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value and all(key.isdigit() for key in value):
+        return [_lists(value[key]) for key in sorted(value, key=int)]
+    return {key: _lists(part) for key, part in value.items()}

@@ -186,20 +186,3 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
             ]
         )
     return f"{markdown_table(columns, rows)}\n\n{RULE} {COULD_TELL}"
-
-
-def difference_summary(found: Mapping[str, Difference], first: str) -> dict[str, Any]:
-    """The differences for JSON, as fractions."""
-    rows = {
-        name: {
-            "by_seed": {str(seed): value for seed, value in difference.by_seed.items()},
-            "image_standard_errors": {str(seed): value for seed, value in difference.image_errors.items()},
-            "mean": difference.mean,
-            "standard_error": difference.error,
-            "half_width": difference.half_width,
-            "told": difference.told,
-        }
-        | ({} if difference.minus in ("", first) else {"minus": difference.minus})
-        for name, difference in found.items()
-    }
-    return {"first": first, "rule": RULE, "rows": rows}

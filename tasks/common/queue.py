@@ -113,6 +113,7 @@ class AnyQueue:
         self.attempts: dict[str, int] = {}
         self.failed: list[str] = []
         self.total = self.done = 0
+        self.when_done: Callable[[], None] = lambda: None  # called after every run that is done
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Do all of them.
@@ -125,6 +126,10 @@ class AnyQueue:
 
     def _begin(self, jobs: Sequence[Job]) -> None:
         self.total, self.done, self.failed = len(jobs), 0, []
+
+    def _count(self) -> None:
+        self.done += 1
+        self.when_done()
 
     def _say(self, text: str) -> None:
         print(f"[{self.done}/{self.total}] {text}", file=sys.stderr, flush=True)
@@ -185,7 +190,7 @@ class Queue(AnyQueue):
                 self._fork(job)
 
     def _done_by_another(self, job: Job) -> None:
-        self.done += 1
+        self._count()
         self._say(f"{job.name}: done by another process")
 
     def _fork(self, job: Job) -> None:
@@ -222,7 +227,7 @@ class Queue(AnyQueue):
     def _ended(self, running: _Running) -> None:
         job, status, seconds = running.job, running.process.exitcode, time.monotonic() - running.started
         if status == 0:
-            self.done += 1
+            self._count()
             if self.attempts[job.name] == 1:
                 self.seconds.setdefault(job.row, []).append(seconds)
             self._say(f"{job.name}: done in {duration(seconds)}; {self._left()}")

@@ -166,7 +166,7 @@ class RayQueue(AnyQueue):
         """Whether a run that is done has left here what says so."""
         if job.is_done():
             del self.unseen[job.name]
-            self.done += 1
+            self._count()
             if self.attempts[job.name] == 1:
                 self.seconds.setdefault(job.row, []).append(outcome.seconds)
             self._say(f"{job.name}: done in {duration(outcome.seconds)} on {outcome.host}; {self._left()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 from hf_sparseprior.base.files import write_text
 from tasks.common.environment import command_line, environment
-from tasks.common.upgrade import RESULTS_VERSION, upgraded, validation_name
+
+RESULTS_VERSION = 2  # 1 was of before the first release, and is read no more
 
 
 @dataclass
@@ -92,15 +94,15 @@ def finite_or_null(value: Any) -> Any:
 
 
 def read_results(path: str | os.PathLike) -> dict[str, Any]:
-    """Read a results.json of any version, or a record of one, in today's form.
+    """Read a results.json, or another file of JSON that holds a map.
 
     Raises:
         ValueError: for a file that is cut off or holds something else.
     """
     with open(path, encoding="utf-8") as file:
         try:
-            content = upgraded(json.load(file))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            content = json.load(file)
+        except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); remove it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged (it holds {content!r:.40}); remove it")
@@ -147,6 +149,11 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "attention_flops": _NUMBER,
     "pictures": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value)),
 }
+
+
+def validation_name(name: str) -> str:
+    """`val`, `val_accuracy` and `eval_accuracy` with `validation` in front instead; other names as they are."""
+    return re.sub("^(val|eval)(?=_|$)", "validation", name)
 
 
 def trainer_history(log: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -22,11 +22,10 @@ from hf_sparseprior.base.files import write_text
 from hf_sparseprior.cli.command import USER_ERRORS
 from hf_sparseprior.training.trainer import PROCESSES_FILE
 from tasks.common.command import first_line
-from tasks.common.config import config_name
+from tasks.common.config import config_name, nested_names
 from tasks.common.locks import NoLocks, holder, locked
 from tasks.common.processes import check_joined
 from tasks.common.results import check_results, finite_or_null, read_results
-from tasks.common.upgrade import nested_names, upgraded_config
 
 RUN_CONFIG = "run_config.json"
 RESULTS = "results.json"
@@ -178,10 +177,9 @@ def config_differences(earlier: dict[str, Any], config: dict[str, Any]) -> list[
     """Keys that make these two configurations different runs, with both values.
 
     Args:
-        earlier: as a run of any version stored it; sections that `config` does not have are left out.
+        earlier: as a run stored it; sections that `config` does not have are left out.
         config: sections of keys and values; a missing key counts as null.
     """
-    earlier = upgraded_config(earlier)
     found: list[str] = []
     for section, values in config.items():
         stored = earlier.get(section) or {}
@@ -380,6 +378,7 @@ def stored_config(model_folder: Path) -> dict[str, Any]:
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
     try:
-        return upgraded_config(json.loads(stored.read_text(encoding="utf-8")))
+        config = json.loads(stored.read_text(encoding="utf-8"))
+        return {**config}
     except (ValueError, AttributeError, TypeError):
         raise OSError(f"{stored} is damaged, so the data is not known; give --config") from None

@@ -34,5 +34,5 @@ def evaluate() -> argparse.ArgumentParser:
 def evidence() -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.pretraining.evidence`."""
     parser = command_parser("pretraining.evidence")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run, or its record")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run, or RECORDS/ROW")
     return parser

@@ -1,6 +1,7 @@
 """Whether pretraining helps k-NN: python -m tasks.pretraining.evidence RUN [RUN ...]
 
-RUN is the folder of a finished run, or its record (seedN.json of tasks.pretraining.compare). They differ in their seed.
+RUN is the folder of a finished run, or RECORDS/ROW, all runs of a row that `compare` has recorded in
+RECORDS/records.jsonl. They differ in their seed.
 It prints, for each, the k-NN accuracy of the teacher, of the model before its first step and of the pixels, and by how
 much the first is above the others: on the same test images, with the standard error of the difference over them.
 "above" is a difference of more than two standard errors in every run and, with two runs or more, of more than two
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tasks.common.command import run_command
+from tasks.common.records import RECORDS, read_records
 from tasks.common.results import read_results
 from tasks.common.run_folder import RESULTS
 from tasks.common.tables import markdown_table
@@ -31,20 +33,20 @@ def read_runs(places: Sequence[Path]) -> list[dict[str, Any]]:
     """Results of runs, by seed.
 
     Args:
-        places: folders of runs, or files of records.
+        places: folders of runs, or RECORDS/ROW.
 
     Raises:
         OSError: for a run that is not finished. ValueError: for one of another task, and for equal seeds.
     """
     runs = []
     for place in places:
-        file = place if place.is_file() else place / RESULTS
-        if not file.is_file():
-            raise OSError(f"{place} has no {RESULTS}; it is no finished run")
-        results = read_results(file)
-        if "k_nn_above" not in results:
-            raise ValueError(f"{place} is no run of pretraining, its results have no k_nn_above")
-        runs.append(results)
+        row = list(read_records(place.parent).get(place.name, {}).values())
+        if not row and not (place / RESULTS).is_file():
+            raise OSError(f"{place} has no {RESULTS} and is no row of {place.parent / RECORDS}; it is no finished run")
+        for results in row or [read_results(place / RESULTS)]:
+            if "k_nn_above" not in results:
+                raise ValueError(f"{place} is no run of pretraining, its results have no k_nn_above")
+            runs.append(results)
     seeds = [results["seed"] for results in runs]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"the runs must differ in their seed, not {', '.join(map(str, seeds))}")

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.base.files import read_json_object, write_text
+from hf_sparseprior.base.files import write_text
+from tasks.common import records
 from tasks.common.command import run_command
 from tasks.common.comparison_table import spread
 from tasks.common.metrics import unpack_correct
 from tasks.common.paired import RULE, Difference, differences, verdict
-from tasks.common.results import read_results
 from tasks.common.tables import markdown_table, plus_minus
 from tasks.video import commands
 from tasks.video.motion import CLASSES, KINDS, MotionConfig
@@ -44,14 +44,12 @@ def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     Raises:
         OSError: for a folder without records. ValueError: for records of something else than motion clips.
     """
-    if not (folder / "summary.json").is_file():
-        raise OSError(f"{folder} has no summary.json; it is not the --records of a comparison")
-    found = {}
-    for row in read_json_object(folder / "summary.json"):
-        records = [read_results(file) for file in (folder / row).glob("seed*.json")]
-        if any(PLAYING not in record["metrics"] for record in records):
-            raise ValueError(f"{folder / row} has records of something else than motion clips")
-        found[row] = sorted(records, key=lambda record: record["seed"])
+    if not (folder / records.RECORDS).is_file():
+        raise OSError(f"{folder} has no {records.RECORDS}; it is not the --records of a comparison")
+    found = {row: list(runs.values()) for row, runs in records.read_records(folder).items()}
+    for row, runs in found.items():
+        if any(PLAYING not in record["metrics"] for record in runs):
+            raise ValueError(f"{folder / records.RECORDS}: {row} has records of something else than motion clips")
     return found
 
 

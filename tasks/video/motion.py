@@ -21,7 +21,7 @@ import numpy as np
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.files import whole_folder, write_text
 from tasks.common.command import run_command
-from tasks.common.upgrade import validation_name
+from tasks.common.results import validation_name
 from tasks.video import commands
 from tasks.video.decoding import read_frames, write_video
 from tasks.video.rendered import SCENES, render

@@ -27,14 +27,16 @@ from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import (
     check_one_checkpoint,
     check_present,
+    check_record,
     check_seeds,
     check_start,
-    read_record,
     refuse_owned,
     variant_configs,
 )
 from tasks.common.config import FINAL, SWEEP, apply_overrides, check_known, check_name, config_name, read_layers
 from tasks.common.images.vtab_tasks import SELECTION, TASKS
+from tasks.common.results import read_results
+from tasks.common.run_folder import config_differences
 
 _OWNER = "the sweep's to choose"
 OWNED = {
@@ -208,9 +210,16 @@ class Records:
                 record that was read before.
         """
         if run not in self._read:
-            record = read_record(self.path(run), self.sweep.config(run))
-            if record is None:
+            path = self.path(run)
+            if not path.exists():
                 return None
+            record = read_results(path)
+            check_record(path, record)
+            if differences := config_differences(record["config"], self.sweep.config(run)):
+                raise ValueError(
+                    f"{path} is of another configuration ({'; '.join(differences)}); remove it or choose another "
+                    "--records"
+                )
             first = self._started.setdefault(record["config"]["model"].get("pretrained"), record)
             check_one_checkpoint([first, record])
             self._read[run] = record

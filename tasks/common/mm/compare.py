@@ -15,7 +15,7 @@ first one, seed by seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +27,7 @@ from mmengine.hooks import Hook
 from transformers import TrainerCallback
 
 from tasks.common import compare
-from tasks.common.config import check_name, config_name
-from tasks.common.environment import command_line
+from tasks.common.config import check_name, config_name, nested_names
 from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.mm.config import (
     OUTPUT_DIR,
@@ -46,10 +45,8 @@ from tasks.common.mm.saving import CONFIG, WEIGHTS
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.mm.train import run
 from tasks.common.processes import check_alone
-from tasks.common.queue import AnyQueue, Job
-from tasks.common.results import write_results
+from tasks.common.queue import AnyQueue
 from tasks.common.run_folder import MODEL, RESULTS
-from tasks.common.upgrade import nested_names
 
 SEED = "randomness.seed"
 OWNED = {
@@ -69,7 +66,7 @@ class MMComparison(compare.Comparison):
     task: Task  # type: ignore[assignment]  # of mm, and so are the configurations
     configs: dict[str, Config]
 
-    def row(self, name: str, seed: int, out: Path, records: Path) -> MMRow:  # type: ignore[override]
+    def row(self, name: str, seed: int, out: Path, records: Path) -> MMRow:
         """One run of it."""
         return MMRow(self, name, seed, out, records)
 
@@ -112,53 +109,38 @@ class MMComparison(compare.Comparison):
         print(f"picture: {picture}")
 
 
-class MMRow:
-    """One run of a comparison: a row of its table with one seed.
+class MMRow(compare.Row):
+    """One run of a comparison: a row of its table with one seed. Its configuration is mm's, whole."""
 
-    config: mm's, whole. folder: the run's. file: its record.
-    """
+    config: Any
 
-    def __init__(self, comparison: MMComparison, name: str, seed: int, out: Path, records: Path) -> None:
-        self.task, self.name, self.seed = comparison.task, name, seed
-        self.folder, self.file = out / name / f"seed{seed}", records / name / f"seed{seed}.json"
-        shared = comparison.configs[name]
-        self.config = Config(shared.to_dict(), filename=shared.filename)
-        self.config.merge_from_dict({SEED: seed, WORK_DIR: str(self.folder)})
+    def make_config(self, shared: Any) -> Any:
+        """The configuration of its row, with seed and folder."""
+        config = Config(shared.to_dict(), filename=shared.filename)
+        config.merge_from_dict({SEED: self.seed, WORK_DIR: str(self.folder)})
+        return config
 
-    def __str__(self) -> str:
-        return f"{self.name}, seed {self.seed}"
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it this run and no other."""
+        return run_identity(self.config)
 
-    def record(self) -> dict[str, Any] | None:
-        """Its record, None if it is not done; an error if that is of another configuration."""
-        return compare.read_record(self.file, run_identity(self.config), self.task.metric, recorded_identity)
+    def stored_identity(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """`identity` of a configuration as results and records have it."""
+        return {"config": nested_names(as_json(config))}
 
-    def check_folder(self) -> None:
-        """Raise ValueError if its folder belongs to another run."""
-        compare.check_owner(self.folder, run_identity(self.config))
-
-    def run(self, command: str | None) -> dict[str, Any]:
-        """Do it in this process. Returns its record."""
-        return do_run(self.task, self.config, self.file, command)
-
-    def job(self, command: str | None) -> Job:
-        """What a queue does for it."""
-        arguments = (self.task, self.config, self.file, command or command_line())
-        return Job(str(self), self.name, self.folder, do_run, arguments, lambda: self.record() is not None)
-
-
-def recorded_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`run_identity` of a configuration as results and records have it."""
-    return {"config": nested_names(as_json(config))}
+    @property
+    def does(self) -> Callable[..., dict[str, Any]]:
+        """What does it."""
+        return do_run
 
 
 def do_run(
-    task: Task, config: Config, file: Path, command: str | None, callbacks: Sequence[TrainerCallback] = ()
+    task: Task, config: Config, command: str | None, metric: str, callbacks: Sequence[TrainerCallback] = ()
 ) -> dict[str, Any]:
-    """Do a run and write its record. Returns the record."""
+    """Do a run. Returns its record, which has the metric."""
     results = run(task, config, command=command, hooks=[ReportSteps(callback) for callback in callbacks])
-    record = compare.record_of(results, Path(config.work_dir) / RESULTS, task.metric)
-    write_results(file, record)
-    return record
+    return compare.record_of(results, Path(config.work_dir) / RESULTS, metric)
 
 
 class ReportSteps(Hook):

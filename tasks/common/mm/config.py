@@ -15,9 +15,8 @@ from mmengine.runner import Runner
 from hf_sparseprior.training.finite import SETTING
 from tasks.common.annotated_folders import read_classes
 from tasks.common.command import first_line
-from tasks.common.config import check_known, split_cell
+from tasks.common.config import check_known, nested_names, split_cell
 from tasks.common.run_folder import default_output_dir
-from tasks.common.upgrade import nested_names
 
 OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
 SEEDS = "seeds"  # those of a comparison, whose rows are the cells

@@ -23,6 +23,7 @@ from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
 from tasks.common.metrics import pack_correct
 from tasks.common.paired import Difference, differences, smallest_told
+from tasks.common.records import add_records
 from tasks.common.tables import count_of_seeds
 
 METRIC = "test_accuracy"
@@ -483,11 +484,10 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     assert todo.missing([paper], tmp_path) == {place: {"a": {0, 1, 2, 3, 4}, "b": {0, 1, 2, 3, 4}}}
     assert todo.missing([paper], tmp_path, "B") == {}
     for row in "ba":
-        (tmp_path / "r" / row).mkdir(parents=True)
         for seed in range(TIERS["A"]):
             cost = {"seconds": 1, "hardware": {"cpu_threads": 1}}
             record = {"seed": seed, "metrics": {METRIC: 0.5 + 0.01 * seed + 0.02 * (row == "a")}, **cost}
-            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            add_records(tmp_path / "r", [(row, record)])
             if row == "a" and seed == 3:  # a number, but no verdict before all runs are there
                 (half,) = [claim for claim in paper.claims if claim.name == "table1-a"]
                 assert todo.missing([paper], tmp_path) == {place: {"a": {4}}}
@@ -519,9 +519,8 @@ def test_hours_of_missing_runs_are_those_of_the_runs_next_to_them(tmp_path) -> N
     asked = {place: {"a": {1, 2}, "b": {0}}, ("classification", "b.yaml", "elsewhere"): {"a": {0, 1}}}
     assert todo.hours(asked, tmp_path) == (0, 5)
     for row, seed, seconds, threads in (("a", 0, 1800, 2), ("a", 7, 7200, 1), ("c", 0, 1800, 1)):
-        (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
-        record = {"seconds": seconds, "hardware": {"cpu_threads": threads}}
-        (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+        record = {"seed": seed, "seconds": seconds, "hardware": {"cpu_threads": threads}}
+        add_records(tmp_path / "r", [(row, record)])
     assert todo.hours(asked, tmp_path) == (pytest.approx(2 * 1.5 + (1.5 + 0.5) / 2), 2)
 
 
@@ -537,9 +536,8 @@ def test_costs_count_each_run_once(tmp_path) -> None:
     content["claims"]["table1-b"] = {**first, "test": {"difference": {"higher": "b", "lower": "c"}}}
     content["claims"]["table1-c"] = {**first, "tier": "B", "test": {"difference": {"higher": "a", "lower": "d"}}}
     for row, seed, seconds in (("a", 0, 1800), ("d", 0, 900), ("d", 1, 900)):
-        (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
-        record = {"seconds": seconds, "hardware": {"cpu_threads": 2}}
-        (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+        record = {"seed": seed, "seconds": seconds, "hardware": {"cpu_threads": 2}}
+        add_records(tmp_path / "r", [(row, record)])
     lines = page.costs([read(tmp_path, content)], tmp_path).splitlines()
     assert lines[2:] == ["| A | 5 | 30 | 15 | 1 | 1.0 |", "| B | 1 | 15 | 1 | 1 | 1.0 |"]
 
@@ -607,10 +605,9 @@ def test_trained_rows_tell_nothing_with_fewer_seeds_than_the_rule_asks_for(tmp_p
     content["claims"]["table1-a"] |= {"test": test, "tier": "B"}
     [claim] = [claim for claim in read(tmp_path, content).claims if claim.name == "table1-a"]
     for place, row in enumerate("abcdef"):
-        (tmp_path / "r" / row).mkdir(parents=True)
         for seed in range(seeds):
             record = {"seed": seed, "metrics": {METRIC: 0.1 * place + 0.01 * seed}}
-            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            add_records(tmp_path / "r", [(row, record)])
     found = page.outcome(claim, tmp_path)
     told = FAILS if test.get("trend", {}).get("direction") == "down" else HOLDS
     assert found.verdict == (told if seeds == 3 else OPEN)
@@ -625,10 +622,9 @@ def test_a_row_that_is_told_the_other_way_counts_though_another_has_one_seed(tmp
     content["claims"]["table1-a"] |= {"test": every, "tier": "B"}
     [claim] = [claim for claim in read(tmp_path, content).claims if claim.name == "table1-a"]
     for row, share, seeds in (("a", 0.4, 5), ("b", 0.5, 5), ("c", 0.6, 1), ("d", 0.6, 1)):
-        (tmp_path / "r" / row).mkdir(parents=True)
         for seed in range(seeds):
             record = {"seed": seed, "metrics": {METRIC: share}}
-            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            add_records(tmp_path / "r", [(row, record)])
     assert page.outcome(claim, tmp_path).verdict == FAILS
 
 
@@ -658,11 +654,10 @@ def test_counted_rows_have_no_seeds(tmp_path) -> None:
 def test_rows_of_two_processors_are_marked(tmp_path, other: str) -> None:
     [claim] = [claim for claim in read(tmp_path, GOOD).claims if claim.name == "table1-a"]
     for row, first in (("a", other), ("b", "AMD EPYC")):
-        (tmp_path / "r" / row).mkdir(parents=True)
         for seed in range(5):
             hardware = {"cpu": first if seed == 3 else "AMD EPYC"}
             record = {"seed": seed, "metrics": {METRIC: 0.5 + 0.02 * (row == "a")}, "hardware": hardware}
-            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            add_records(tmp_path / "r", [(row, record)])
     marked = page.outcome(claim, tmp_path).ours.endswith(f"seeds) {page.MIXED}")
     assert marked == (other != "AMD EPYC") and page.MIXED in page.INTRODUCTION
 
@@ -714,7 +709,7 @@ def test_models_that_an_analysis_reads_are_of_runs_that_claims_ask_for() -> None
         if claim.task is not None:
             file, _, cell = claim.config.partition("#")
             name = "_".join(part for part in (Path(file).stem, cell) if part)  # of the folder in outputs
-            asked |= {(name, row, seed) for row, seed in claim.runs(page.ROOT)}
+            asked |= {(name, row, seed) for _, row, seed in claim.runs()}
     read = set()
     for claim in claims:
         for command, _ in claim.files():
@@ -754,20 +749,20 @@ def test_page_check_notices_a_picture_of_other_numbers(tmp_path, monkeypatch: py
     (tmp_path / page.CLAIMS).mkdir(parents=True)
     (tmp_path / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(GOOD), encoding="utf-8")
     for row, share in (("a", 0.6), ("b", 0.5)):
-        (tmp_path / "r" / row).mkdir(parents=True)
         record = {"seed": 0, "metrics": {METRIC: share}, "seconds": 1, "hardware": {"cpu_threads": 1}}
-        (tmp_path / "r" / row / "seed0.json").write_text(json.dumps(record), encoding="utf-8")
+        add_records(tmp_path / "r", [(row, record)])
     monkeypatch.setattr(page, "ROOT", tmp_path)
     assert page.main([]) == page.main(["--check"]) == 0
     old = (tmp_path / "docs" / "claims_paper.png").read_bytes()
-    (tmp_path / "r" / "a" / "seed0.json").write_text(json.dumps({**record, "metrics": {METRIC: 0.7}}), encoding="utf-8")
+    (tmp_path / "r" / "records.jsonl").unlink()
+    add_records(tmp_path / "r", [("b", record), ("a", {**record, "metrics": {METRIC: 0.7}})])
     assert page.main([]) == page.main(["--check"]) == 0
     (tmp_path / "docs" / "claims_paper.png").write_bytes(old)
     assert page.main(["--check"]) == 2
     assert "docs/claims_paper.png is not of the records" in capsys.readouterr().err
     (tmp_path / "docs" / "claims_paper.png").unlink()
     assert page.main(["--check"]) == 2
-    (tmp_path / "r" / "a" / "seed0.json").unlink()
+    (tmp_path / "r" / "records.jsonl").unlink()
     (tmp_path / "docs" / "claims_paper.png").write_bytes(old)
     assert page.main([]) == page.main(["--check"]) == 0  # nothing to draw, so no picture
     assert not (tmp_path / "docs" / "claims_paper.png").exists()
@@ -825,14 +820,15 @@ def test_differences_of_a_claim_are_those_of_the_comparisons_own_table() -> None
     claims = [claim for paper in PAPERS for claim in paper.claims if claim.test.name == "difference" and not claim.keys]
     checked = 0
     for claim in claims:
-        path = page.ROOT / claim.records / "differences.json"
-        if not path.is_file():
-            continue
-        table = json.loads(path.read_text(encoding="utf-8"))
-        row = table["rows"].get(claim.test.higher)
-        if row is None or row.get("minus", table["first"]) != claim.test.lower or claim.metric != METRIC:
+        lines = (page.ROOT / claim.records / "table.md").read_text(encoding="utf-8").splitlines()
+        first = next((line for line in lines if line.startswith("| row | minus ")), "").removeprefix("| row | minus ")
+        name = claim.test.higher + f" (minus {claim.test.lower})" * (not first.startswith(f"{claim.test.lower}, "))
+        rows = [
+            line.split(" | ") for line in lines if line.startswith(f"| {name} | ") and " ± " in line and "," in line
+        ]
+        if not rows or claim.metric != METRIC:
             continue
         found = differences(page.records_of(claim, page.ROOT), claim.test.lower)[claim.test.higher]
-        assert found.mean == pytest.approx(row["mean"])
+        assert f"{100 * found.mean:+.2f}" == rows[0][2].split(" ± ")[0]
         checked += 1
-    assert checked
+    assert checked > 50

@@ -10,6 +10,7 @@ import yaml
 
 from tasks.claims import history, page
 from tasks.claims.claim import AFTER, TIERS, read_papers
+from tasks.common.records import add_records, convert
 from tests.tasks.claims.test_claims import GOOD, METRIC
 
 ROOT_COMMIT = "958df97b1f3988cfe85c30d13018447fc4e7f3dd"  # of the history that the claims tell of
@@ -22,8 +23,8 @@ def commit(root) -> None:
     history.git(root, *who, "commit", "--quiet", "--message", "a")
 
 
-@pytest.fixture
-def repository(tmp_path):
+@pytest.fixture(params=["a", "none"])
+def repository(tmp_path, request):
     """The first claim was written before its runs, the second among them, the third after them."""
     (tmp_path / page.CLAIMS).mkdir(parents=True)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
@@ -35,10 +36,14 @@ def repository(tmp_path):
         commit(tmp_path)
 
     def write_records(row: str) -> None:
-        (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
+        """The rows of before as they once were, a file for each run; those that follow in one file."""
         for seed in range(TIERS["A"]):
             record = {"seed": seed, "metrics": {METRIC: 0.5}, "seconds": 1, "hardware": {"cpu_threads": 1}}
-            (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            if request.param == row:
+                (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
+                (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+            else:
+                add_records(tmp_path / "r", [(row, record)])
         commit(tmp_path)
 
     write_claims()
@@ -52,9 +57,12 @@ def repository(tmp_path):
     (tmp_path / page.CLAIMS / "broken.yaml").write_text("claims: a: b", encoding="utf-8")
     commit(tmp_path)
     (tmp_path / page.CLAIMS / "broken.yaml").unlink()
-    (tmp_path / "r" / "b" / "seed0.json").unlink()
+    kept = (tmp_path / "r" / "records.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "r" / "records.jsonl").unlink()
     commit(tmp_path)
-    write_records("b")
+    convert(tmp_path / "r")
+    (tmp_path / "r" / "records.jsonl").write_text(kept, encoding="utf-8")
+    commit(tmp_path)
     return tmp_path
 
 

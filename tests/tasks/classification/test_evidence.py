@@ -17,7 +17,7 @@ from tasks.classification.config import load_config
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import RECORDED, Comparison, record_of
 from tasks.common.images.model import build_model
-from tasks.common.results import write_results
+from tasks.common.records import add_records
 from tests.configs import shipped
 
 EVIDENCE = str(shipped.path("classification/evidence.yaml"))
@@ -153,7 +153,7 @@ def test_the_command_reads_what_compare_leaves(tmp_path, capsys):
     config = copy.deepcopy(load_comparison(paths[0]).configs["full-plain"])
     config["trainer"]["seed"] = 1
     kept = record("full-plain", 1, 0.5, config=config)
-    write_results(tmp_path / "evidence_count" / "full-plain" / "seed1.json", kept)
+    add_records(tmp_path / "evidence_count", [("full-plain", kept)])
     assert evidence.main([*paths, "--records", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "evidence.md").read_text()
     assert text in capsys.readouterr().out

@@ -21,6 +21,7 @@ from tasks.common import compare
 from tasks.common.comparison_table import table
 from tasks.common.images.model import build_model
 from tasks.common.models import merged, trainable_parameters
+from tasks.common.records import read_records, records_text
 from tasks.common.run_folder import last_whole_checkpoint
 from tests.configs import shipped
 
@@ -380,17 +381,18 @@ def test_rows_of_a_comparison_tune_differently(saved, tmp_path, capsys):
     columns = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     trained, adapter = columns[0].index("trained"), columns[0].index("adapter, kB")
     counts = {cells[0]: (cells[trained], cells[adapter]) for cells in columns[2:]}
-    bytes_ = json.loads((out / "lora" / "seed0.json").read_text())["adapter_bytes"]
+    kept = read_records(out)
+    bytes_ = kept["lora"][0]["adapter_bytes"]
     total = sum(p.numel() for p in build(saved, "full").parameters())
     lora = 250 + NUM_SCALARS + 2 * 2 * 2 * 4 * WIDTH
     assert counts == {
         "full": (str(total), "-"), "lora": (str(lora), f"{bytes_ / 1000:.1f}"), "violin": (str(250 + NUM_SCALARS), "-"),
     }  # fmt: skip
     # A row that was recorded before there was anything to tune stays readable.
-    record = json.loads((out / "full" / "seed0.json").read_text())
+    kept = copy.deepcopy(kept)
     for key in ("method", "trainable_parameters", "adapter_bytes"):
-        del record[key]
-    del record["config"]["tuning"]
-    (out / "full" / "seed0.json").write_text(json.dumps(record))
+        del kept["full"][0][key]
+    del kept["full"][0]["config"]["tuning"]
+    (out / "records.jsonl").write_text(records_text(kept))
     records = compare.all_records(load_comparison(tmp_path / "rows.yaml"), out)
     assert table(records).splitlines() == lines

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from tasks.common.compare import run_comparison
 from tasks.common.comparison_table import spread, table
 from tasks.common.metrics import unpack_correct
 from tasks.common.queue import Queue, RunsFailed
+from tasks.common.records import add_records, read_records
 from tasks.common.results import write_results
+from tasks.common.run_folder import claim
 from tests.processes import IMPORTED, ROOT, script
 
 pytestmark = pytest.mark.slow
@@ -103,7 +106,7 @@ def test_seeds_take_turns_and_each_run_leaves_a_record(finished):
         assert [record["seed"] for record in runs] == [0, 1]
         assert all(record["prior"] == name and record["steps"] == 6 for record in runs)
         assert all("test_ema_accuracy" in record["metrics"] for record in runs)
-        assert [json.loads((records / name / f"seed{seed}.json").read_text()) for seed in (0, 1)] == runs
+    assert {row: list(runs.values()) for row, runs in read_records(records).items()} == results
 
 
 def test_variants_of_one_seed_see_the_same_images_in_the_same_order(finished):
@@ -152,15 +155,15 @@ def test_nothing_is_done_twice(finished, monkeypatch, tmp_path):
 def test_one_more_seed_runs_only_that(finished, tmp_path, monkeypatch):
     _, records, results, _ = finished
     started = []
-    monkeypatch.setattr(
-        compare, "run", lambda task, config, **_: started.append(config["trainer"]) or results["dense"][0]
-    )
+
+    def run(task, config, **_):
+        started.append(config["trainer"])
+        return {**results["dense"][0], "config": config, "seed": config["trainer"]["seed"]}
+
+    monkeypatch.setattr(compare, "run", run)
     path = write(tmp_path, seeds=(0, 1, 2))
-    copied = tmp_path / "records"
-    for name, seed in itertools.product(results, (0, 1)):
-        (copied / name).mkdir(parents=True, exist_ok=True)
-        (copied / name / f"seed{seed}.json").write_bytes((records / name / f"seed{seed}.json").read_bytes())
-    run_comparison(load_comparison(path), tmp_path / "out", copied)
+    shutil.copytree(records, tmp_path / "records")
+    run_comparison(load_comparison(path), tmp_path / "out", tmp_path / "records")
     assert [(t["seed"], Path(t["output_dir"]).parts[-2:]) for t in started] == [
         (2, ("dense", "seed2")),
         (2, ("violin", "seed2")),
@@ -172,7 +175,8 @@ def test_a_record_of_another_configuration_is_refused_before_anything_runs(finis
     forbid(monkeypatch)
     comparison = load_comparison(path, ["trainer.learning_rate=1e-3"])
     comparison.configs = {"new": copy.deepcopy(comparison.configs["dense"]), **comparison.configs}
-    with pytest.raises(ValueError, match=r"seed0.json is of another configuration \(trainer.learning_rate: 0.05 there"):
+    message = r"jsonl: the record of dense, seed 0 is of another configuration \(trainer.learning_rate: 0.05"
+    with pytest.raises(ValueError, match=message):
         run_comparison(comparison, tmp_path, records)
 
 
@@ -185,27 +189,6 @@ def test_a_half_done_run_of_another_configuration_is_refused_before_anything_run
     message = r"seed1 is of another configuration \(.*learning_rate.*remove it or choose another --out"
     with pytest.raises(ValueError, match=message):
         run_comparison(load_comparison(finished[0]), tmp_path, tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", '{"metrics": {}', "{}", "[]", '"text"', "null"])
-def test_a_damaged_record_is_named(finished, content, tmp_path):
-    path = finished[0]
-    (tmp_path / "dense").mkdir()
-    (tmp_path / "dense" / "seed0.json").write_text(content)
-    with pytest.raises(ValueError, match=r"seed0.json is not a whole record, .*; remove it"):
-        run_comparison(load_comparison(path), tmp_path / "out", tmp_path)
-
-
-def test_other_files_among_the_records_are_left_alone(finished, tmp_path):
-    path, records, results, _ = finished
-    copied = tmp_path / "records of others"
-    for name in results:
-        (copied / name).mkdir(parents=True)
-        (copied / name / "seed1.json").write_bytes((records / name / "seed1.json").read_bytes())
-        for other in ("seed01", "seed²", "seed-1", "seed1 (copy)"):
-            (copied / name / f"{other}.json").write_text("{}")
-    found = compare.all_records(load_comparison(path), copied)
-    assert found == {name: runs[1:] for name, runs in results.items()}
 
 
 @pytest.mark.parametrize("option", ["--out", "--records"])
@@ -258,7 +241,7 @@ WHOLE = {**dict.fromkeys(compare.RECORDED), "metrics": {"test_accuracy": 0.5}, "
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metrics": {}}, "is not a whole record, it lacks metrics.test_accuracy"),
+        ({"metrics": {}}, "is not whole, it lacks metrics.test_accuracy"),
         ({"metrics": {"test_accuracy": "high"}}, "metrics={'test_accuracy': 'high'} must be a map of names to numbers"),
         ({"seconds": None}, "it has no 'seconds'"),
         ({"parameters": "many"}, "parameters='many' must be an integer"),
@@ -273,8 +256,8 @@ def test_a_damaged_part_of_a_record_is_named(change, message, tmp_path):
 def leave_record(records, name, config, checksum):
     kept = {**WHOLE, "config": copy.deepcopy(config), "pretrained_sha256": checksum}
     kept["config"]["trainer"]["seed"] = 0
-    (records / name).mkdir(parents=True)
-    (records / name / "seed0.json").write_text(json.dumps(kept))
+    kept["seed"] = 0
+    add_records(records, [(name, kept)])
 
 
 def test_records_of_two_checkpoints_are_not_put_in_one_table(tmp_path):
@@ -304,11 +287,17 @@ def test_another_checkpoint_than_that_of_the_records_is_refused_before_anything_
     checksum = file_sha256(tmp_path / "model" / "model.safetensors")
     leave_record(tmp_path / "records", "dense", comparison.configs["dense"], checksum)
     started = []
-    monkeypatch.setattr(compare, "run", lambda task, config, **_: started.append(config) or WHOLE)
+
+    def run(task, config, **_):
+        started.append(config)
+        return {**WHOLE, "config": config, "seed": config["trainer"]["seed"]}
+
+    monkeypatch.setattr(compare, "run", run)
     run_comparison(comparison, tmp_path / "out", tmp_path / "elsewhere", ["dense"])
     run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["dense"])
     assert len(started) == 2 + 1
-    (tmp_path / "records" / "dense" / "seed1.json").unlink()
+    (tmp_path / "records" / "records.jsonl").unlink()
+    leave_record(tmp_path / "records", "dense", comparison.configs["dense"], checksum)
     forbid(monkeypatch)
     save_model(tmp_path / "model", seed=1)
     with pytest.raises(ValueError, match="started from 2 checkpoints"):
@@ -333,6 +322,7 @@ from pathlib import Path
 from transformers import Trainer
 from tasks.classification.compare import load_comparison
 from tasks.common.compare import run_comparison
+from tasks.common.records import read_records
 
 path, folder = Path(sys.argv[1]), Path(sys.argv[2])
 step, replace, save = Trainer.training_step, os.replace, torch.save
@@ -365,8 +355,8 @@ POINTS = [
     (Trainer, "training_step", in_step),
     (os, "replace", before("results.json")),
     (os, "replace", after("results.json")),  # done, but without a record
-    (os, "replace", before("seed0.json")),
-    (os, "replace", after("seed0.json")),  # between two runs
+    (os, "replace", before("records.jsonl")),
+    (os, "replace", after("records.jsonl")),  # between two runs
     (Trainer, "training_step", in_step),  # violin, seed 0
 ]
 for number, point in enumerate(POINTS):
@@ -377,8 +367,8 @@ for number, point in enumerate(POINTS):
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
-    done = sorted(str(p.relative_to(folder / "records")) for p in (folder / "records").rglob("seed*.json"))
-    assert done == (["dense/seed0.json"] if number >= 7 else []), (number, done)
+    done = {row: list(runs) for row, runs in read_records(folder / "records").items()}
+    assert done == ({"dense": [0]} if number >= 7 else {}), (number, done)
 """
 
 
@@ -423,16 +413,12 @@ def test_interrupted_between_and_in_runs_it_goes_on_to_the_same_records(finished
     assert [str(Path(out).relative_to(tmp_path / "out")) for out in started] == [
         "violin/seed0", "dense/seed1", "violin/seed1",
     ]  # fmt: skip
-    found = {
-        name: [json.loads((tmp_path / "records" / name / f"seed{seed}.json").read_text()) for seed in (0, 1)]
-        for name in VARIANTS
-    }
+    found = {name: list(runs.values()) for name, runs in read_records(tmp_path / "records").items()}
     assert same(found) == same(results)
-    # One table, one picture, and all the numbers.
+    # One table, one picture.
     assert (tmp_path / "records" / "table.md").read_text().strip() in capsys.readouterr().out
     assert (tmp_path / "records" / "results.png").stat().st_size > 5000
-    summary = json.loads((tmp_path / "records" / "summary.json").read_text())
-    assert summary == {name: [record["metrics"] for record in runs] for name, runs in results.items()}
+    assert {path.name for path in (tmp_path / "records").iterdir()} == {"records.jsonl", "table.md", "results.png"}
 
 
 # ---- several at a time ----------------------------------------------------------------------------------------------
@@ -450,10 +436,10 @@ class Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_once(task, config, file, command, metric=None, callbacks=()):
+def killed_once(task, config, command, metric=None, callbacks=()):
     """What a queue's process calls for a run."""
     done = Path(config["trainer"]["output_dir"]).parents[1] / "killed"
-    return compare.do_run(task, config, file, command, metric, [*callbacks, Dies(done)])
+    return compare.do_run(task, config, command, metric, [*callbacks, Dies(done)])
 
 
 def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_path, capsys, monkeypatch):
@@ -463,7 +449,7 @@ def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_pat
     arguments = ["--out", str(tmp_path / "out"), "--records", str(records), "--variants", "violin", "--seeds", "0"]
     Queue(IMPORTED, 1)  # its server is the tests'
     assert compare_main(["--config", str(path), *arguments, "--jobs", "2"]) == 0
-    found = json.loads((records / "violin" / "seed0.json").read_text())
+    found = read_records(records)["violin"][0]
     assert same({"violin": [found]}) == same({"violin": results["violin"][:1]})
     assert json.loads((out / "results.json").read_text())["resumed_from"] == "checkpoint-2"
     printed = capsys.readouterr()
@@ -478,8 +464,11 @@ def test_a_queue_names_what_failed_after_the_others_are_done(finished, tmp_path,
     def run(queue, jobs):
         done = [job for job in jobs if job.name != "dense, seed 1"]
         for job in done:
-            config, file = job.arguments[1:3]
-            write_results(file, by_config[config["model"]["prior"], config["trainer"]["seed"]])
+            config = job.arguments[1]
+            claim(job.folder, config)
+            results_of = by_config[config["model"]["prior"], config["trainer"]["seed"]]
+            write_results(job.folder / "results.json", {**results_of, "config": config})
+            queue.when_done()
         raise RunsFailed("1 of 4 runs failed:\ndense, seed 1: no reason (x.log)")
 
     monkeypatch.setattr(Queue, "run", run)
@@ -493,7 +482,7 @@ def test_a_queue_starts_seeds_in_turn_and_only_what_is_missing(finished, tmp_pat
     path, _, results, _ = finished
     started = []
     monkeypatch.setattr(Queue, "run", lambda queue, jobs: started.extend(job.name for job in jobs))
-    write_results(tmp_path / "records" / "violin" / "seed0.json", results["violin"][0])
+    add_records(tmp_path / "records", [("violin", results["violin"][0])])
     comparison = load_comparison(path)
     comparison.seeds = [1, 0]
     monkeypatch.setattr(compare, "do_run", lambda *args, **_: None)

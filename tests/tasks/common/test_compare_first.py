@@ -14,6 +14,7 @@ from tasks.classification.task import CLASSIFICATION
 from tasks.classification.vtab.plan import load_sweep
 from tasks.common import compare, hf_run
 from tasks.common.compare import Comparison, needed_first, run_comparison
+from tasks.common.records import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +141,7 @@ def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypat
     assert results["resumed_from"] == "checkpoint-2"
     uninterrupted = finished[0] / "outputs" / "predictor" / "results.json"
     assert results["model_sha256"] == json.loads(uninterrupted.read_text())["model_sha256"]
-    row = json.loads((tmp_path / "out" / "half" / "seed0.json").read_text())
+    row = read_records(tmp_path / "out")["half"][0]
     assert row["metrics"] == finished[2]["half"][0]["metrics"]
 
 

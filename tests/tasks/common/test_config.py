@@ -3,7 +3,16 @@
 import pytest
 
 from tasks.common import config
-from tasks.common.config import apply_overrides, config_name, parse_value, read_cell, read_layers, read_yaml
+from tasks.common.config import (
+    apply_overrides,
+    config_name,
+    nested,
+    nested_names,
+    parse_value,
+    read_cell,
+    read_layers,
+    read_yaml,
+)
 from tasks.common.run_folder import default_output_dir
 
 SECTIONS = ("data", "model", "trainer")
@@ -236,3 +245,9 @@ def test_a_batch_size_that_would_do_nothing_is_refused():
     config = {"trainer": {"effective_batch_size": 64}}
     apply_overrides(config, ["trainer.effective_batch_size=null", sizes[1]], ["trainer"])
     assert config["trainer"] == {"effective_batch_size": None, "per_device_train_batch_size": 8}
+
+
+def test_dotted_keys_become_sections_and_lists():
+    flat = {"a.0.b": 1, "a.1.b": 2, "a.10.b": 3, "c.d.e": [4], "f": None}
+    assert nested(flat) == {"a": [{"b": 1}, {"b": 2}, {"b": 3}], "c": {"d": {"e": [4]}}, "f": None}
+    assert nested_names({"a": [{"b.c": 1, "b.d": 2}]}) == {"a": [{"b": {"c": 1, "d": 2}}]}

@@ -1,6 +1,5 @@
 """Runs on a Ray cluster of this machine: order, workers that are killed, failures, SIGTERM, and the same records."""
 
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from tasks.common.command import RunStopped
 from tasks.common.compare import run_comparison
 from tasks.common.queue import ATTEMPTS, Queue, RunsFailed
 from tasks.common.ray_queue import RayQueue
+from tasks.common.records import read_records
 from tests.processes import IMPORTED, wait_until
 from tests.tasks.common.test_compare import same, write
 from tests.tasks.common.test_queue import fail, job, records, work
@@ -63,7 +63,7 @@ def test_the_records_are_those_of_one_process(tmp_path, capsys):
     expected = run_comparison(load_comparison(path), tmp_path / "alone", tmp_path / "alone")
     assert compare_main(["--config", str(path), "--out", str(out), "--ray", "local"]) == 0
     assert not ray.is_initialized()
-    found = {"violin": [json.loads((out / "violin" / "seed0.json").read_text())]}
+    found = {row: list(runs.values()) for row, runs in read_records(out).items()}
     assert same(found) == same(expected)
     printed = capsys.readouterr()
     assert re.search(rf"^\[1/1\] violin, seed 0: done in \d:\d\d on {HERE}; 0 to do$", printed.err, re.MULTILINE)

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from tasks.classification.compare import main as compare_main
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import Comparison, run_comparison
 from tasks.common.machines import Shard
+from tasks.common.records import read_records
 from tests.processes import ROOT, Started, module, wait_until
 from tests.tasks.common.test_compare import same
 from tests.tasks.common.test_compare import write as write_comparison
@@ -171,19 +171,13 @@ def test_two_shards_at_once_do_each_run_once_and_write_the_table_of_one_process(
     assert sorted(done) == sorted([f"first [1/1] {folder}/outputs/dense", *rows])
     for text, own in zip(texts, rows, strict=False):
         assert re.findall(r"^\[0/4\] (.+): started as process", text, re.MULTILINE)[0] == own
-    found = {
-        name: [json.loads((folder / "out" / name / f"seed{seed}.json").read_text()) for seed in (0, 1)]
-        for name in expected
-    }
+    found = {name: list(runs.values()) for name, runs in read_records(folder / "out").items()}
     assert found.keys() == {"plain", "violin"} and same(found) == same(expected)
     assert all((folder / "out" / "table.md").read_text().strip() in text for text in texts)
-    summary = json.loads((folder / "out" / "summary.json").read_text())
-    assert summary == {name: [record["metrics"] for record in runs] for name, runs in expected.items()}
     assert not list(folder.rglob("*.lock"))
 
     results = {path: path.stat().st_mtime_ns for path in folder.glob("out/*/seed*/results.json")}
-    for path in (folder / "out").glob("*/seed*.json"):
-        path.unlink()
+    (folder / "out" / "records.jsonl").unlink()
     again = module("tasks.classification.compare", *arguments, "--jobs", "2", folder=ROOT, log=tmp_path / "again.log")
     text = (tmp_path / "again.log").read_text() if again.wait(300) == 0 else ""
     assert sorted(re.findall(r"^\[\d+/4\] (.+): done by another process", text, re.MULTILINE)) == sorted(rows)

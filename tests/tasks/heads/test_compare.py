@@ -1,6 +1,5 @@
 """Comparisons of heads: priors under one head, heads of one metric, and the records in the repository."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
 from tasks.common.comparison_table import table
 from tasks.common.paired import difference_table, differences
+from tasks.common.records import read_records
 from tasks.common.results import read_results
 from tasks.heads import compare
 from tests.configs import shipped
@@ -40,7 +40,8 @@ def test_priors_under_one_head(shapes, tmp_path, capfd):
     variants = {"dense": {"model": {"prior": "dense"}}, "violin": {"model": {"prior": "violin"}}}
     arguments = comparison(shapes, tmp_path, "upernet", variants)
     assert compare.main([*arguments, "--jobs", "2"]) == 0, capfd.readouterr().err
-    found = {name: read_results(tmp_path / "records" / name / "seed0.json") for name in variants}
+    found = {name: runs[0] for name, runs in read_records(tmp_path / "records").items()}
+    assert list(found) == list(variants)
     for name, record in found.items():
         own = read_results(tmp_path / "runs" / name / "seed0" / "results.json")
         assert own["metrics"] == record["metrics"] and own["baseline"] == record["baseline"]
@@ -50,9 +51,9 @@ def test_priors_under_one_head(shapes, tmp_path, capfd):
     share = f"{100 * found['violin']['metrics']['test_mIoU']:.2f}"
     constant = f"{100 * found['violin']['baseline']['test_mIoU']:.2f}"
     assert lines[0].startswith("| prior | test mIoU, %") and lines[3].startswith(f"| violin | {share} | {constant} |")
-    before = (tmp_path / "records" / "violin" / "seed0.json").stat().st_mtime_ns
+    before = (tmp_path / "records" / "records.jsonl").stat().st_mtime_ns
     assert compare.main(arguments) == 0
-    assert (tmp_path / "records" / "violin" / "seed0.json").stat().st_mtime_ns == before
+    assert (tmp_path / "records" / "records.jsonl").stat().st_mtime_ns == before
     capfd.readouterr()
     assert compare.main([*arguments, "trainer.max_steps=3"]) == 2  # what is recorded is of two steps
     assert "trainer.max_steps" in capfd.readouterr().err.splitlines()[-1]
@@ -62,7 +63,7 @@ def test_priors_under_one_head(shapes, tmp_path, capfd):
 def test_heads_that_find_boxes(shapes, tmp_path, capfd):
     variants = {name: {"head": {"name": name, **HEAD_OPTIONS[name]}} for name in ("detr", "rt_detr")}
     assert compare.main(comparison(shapes, tmp_path, "detr", variants)) == 0, capfd.readouterr().err
-    record = json.loads((tmp_path / "records" / "rt_detr" / "seed0.json").read_text())
+    record = read_records(tmp_path / "records")["rt_detr"][0]
     assert record["config"]["head"]["name"] == "rt_detr" and record["steps"] == 2
     lines = (tmp_path / "records" / "table.md").read_text().splitlines()
     assert lines[0].startswith("| head | test box mAP, %") and record["baseline"]["test_box_mAP"] > 0.05

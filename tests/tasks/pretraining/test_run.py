@@ -14,6 +14,7 @@ from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.models.pretrained import load_changed_model
 from tasks.classification import train as classification
 from tasks.common.images.model import build_model
+from tasks.common.records import read_records
 from tasks.common.results import read_results
 from tasks.pretraining import compare, evaluate, evidence, train
 from tasks.pretraining.evaluation import LinearState
@@ -71,15 +72,15 @@ def test_priors_are_compared_by_their_neighbours_and_the_records_are_evidence(tm
     assert compare.main(command) == 0
     table = (records / "table.md").read_text()
     for row in ("dense", "both"):
-        runs = [read_results(records / row / f"seed{seed}.json") for seed in (0, 3)]
+        runs = [read_records(records)[row][seed] for seed in (0, 3)]
         accuracy = [100 * run["metrics"]["test_knn_accuracy"] for run in runs]
         spread = abs(accuracy[0] - accuracy[1]) / 2**0.5
         assert f"| {row} | {sum(accuracy) / 2:.2f} ± {spread:.2f} |" in table
     assert "k-NN test accuracy" in table and "minus both" in table and (records / "results.png").is_file()
     capsys.readouterr()
     from_runs, from_records = [
-        (evidence.main([str(folder / "both" / name) for name in names]), capsys.readouterr().out)
-        for folder, names in ((tmp_path / "runs", ("seed0", "seed3")), (records, ("seed0.json", "seed3.json")))
+        (evidence.main([str(place) for place in places]), capsys.readouterr().out)
+        for places in ([tmp_path / "runs/both/seed0", tmp_path / "runs/both/seed3"], [records / "both"])
     ]
     assert from_runs == from_records and from_runs[0] in (0, 1) and "all" in from_runs[1]
 

@@ -1,9 +1,9 @@
 """Comparisons of policies: rows are trained, play the held-out episodes, and go on where they stopped."""
 
+import copy
 import json
 import math
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hf_sparseprior.patterns.supports import head_offsets  # noqa: E402
 from tasks.common.compare import all_records  # noqa: E402
 from tasks.common.comparison_table import table  # noqa: E402
 from tasks.common.metrics import pack_correct, unpack_correct  # noqa: E402
+from tasks.common.records import add_records, read_records  # noqa: E402
 from tasks.robotics import compare, evaluate, training  # noqa: E402
 from tasks.robotics.config import TrainerConfig, check_config  # noqa: E402
 from tasks.robotics.environments import make_environment  # noqa: E402
@@ -87,7 +88,7 @@ def test_kept_records_are_of_the_configurations_as_they_are_now():
     for folder in folders:
         comparison = compare.load_comparison(shipped.path(f"robotics/table6_small.yaml#{folder.name}"))
         kept = all_records(comparison, folder)
-        assert sum(map(len, kept.values())) == len(list(folder.glob("*/seed*.json"))) > 0
+        assert sum(map(len, kept.values())) == sum(map(len, read_records(folder).values())) > 0
         assert table(kept, "test_success") in (folder / "table.md").read_text()
 
 
@@ -154,15 +155,16 @@ def test_a_killed_comparison_plays_the_rest(whole, demonstrations, tmp_path, mon
 
 
 def test_the_table_has_intervals_of_the_solved_episodes(whole, demonstrations, tmp_path):
-    shutil.copytree(whole / "records", tmp_path / "records")
+    made = []
     for seed, solved in ((0, [True, False]), (1, [True, True])):
         for name in ROWS:
-            record = json.loads((whole / f"records/{name}/seed0.json").read_text())
+            record = copy.deepcopy(read_records(whole / "records")[name][0])
             record["seed"] = record["config"]["trainer"]["seed"] = seed
             outcome = np.array(solved if name == "dense" else [False, False])
             record["test_correct"] = pack_correct(np.ones(2, bool), outcome)
             record["metrics"]["test_success"] = float(outcome.mean())
-            (tmp_path / f"records/{name}/seed{seed}.json").write_text(json.dumps(record))
+            made.append((name, record))
+    add_records(tmp_path / "records", made)
     assert compare.main(command(tmp_path, demonstrations, "--seeds", "0", "1")) == 0
     table = (tmp_path / "records/table.md").read_text()
     header, dense, sparse = (table.splitlines()[line].split(" | ") for line in (0, 2, 3))
@@ -172,8 +174,7 @@ def test_the_table_has_intervals_of_the_solved_episodes(whole, demonstrations, t
         low, high = wilson(right, 4)
         assert row[column] == f"{right} of 4, {100 * low:.0f} to {100 * high:.0f} %"
     assert {"highest reward of an episode, %", "covered at the end, %"} <= set(header)
-    differences = json.loads((tmp_path / "records/differences.json").read_text())
-    assert differences["rows"]["fibottention"]["by_seed"] == {"0": -0.5, "1": -1.0}
+    assert "| fibottention | -50.00, -100.00 |" in table
 
 
 def wilson(right, count, z=1.959963984540054):
@@ -202,12 +203,10 @@ def test_what_is_no_comparison_is_refused_in_one_line(override, says, demonstrat
 
 def test_rows_of_other_demonstrations_are_refused_before_they_run(whole, tmp_path, capsys):
     other = write_pusht(tmp_path, cameras=("image",), episodes=11)
-    shutil.copytree(whole / "records", tmp_path / "records")
+    kept = copy.deepcopy(read_records(whole / "records"))
     for name in ROWS:
-        path = tmp_path / f"records/{name}/seed0.json"
-        record = json.loads(path.read_text())
-        record["config"]["data"]["path"] = str(other)
-        path.write_text(json.dumps(record))
+        kept[name][0]["config"]["data"]["path"] = str(other)
+        add_records(tmp_path / "records", [(name, kept[name][0])])
     assert compare.main(command(tmp_path, other, "--seeds", "0", "1")) == 2
     assert re.search(r"learned from 2 files \(\w+, \w+\), not from one", capsys.readouterr().err)
     assert not (tmp_path / "runs").exists()

@@ -1,6 +1,5 @@
 """Tables of motion clips from records."""
 
-import json
 import statistics
 from pathlib import Path
 
@@ -11,6 +10,7 @@ pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
 from tasks.common.metrics import pack_correct
 from tasks.common.paired import differences
+from tasks.common.records import add_records
 from tasks.video.evidence import DIRECTION, PLAYING, by_video, compared, main, read_records, table
 from tasks.video.motion import CLASSES
 from tasks.video.rendered import SCENES
@@ -26,15 +26,13 @@ NAMES = ("test_accuracy", "test_accuracy_of_left_right_still", PLAYING, DIRECTIO
 
 def write_records(folder, rows):
     for row, seeds in rows.items():
-        (folder / row).mkdir(parents=True)
         for seed, values in enumerate(seeds):
             metrics = {name: value for name, value in zip(NAMES, values, strict=True) if value is not None}
             right = np.random.default_rng([seed, len(row)]).integers(0, 2, 9 * 3 * 2)
             data = {"motion": {"videos": "rendered", "test": 2}}
             record = {"seed": seed, "metrics": metrics, "results_version": 2, "config": {"data": data}}
             record["test_correct"] = pack_correct(np.ones(9 * 3 * 2, int), right)
-            (folder / row / f"seed{seed}.json").write_text(json.dumps(record))
-    (folder / "summary.json").write_text(json.dumps({row: [] for row in rows}))
+            add_records(folder, [(row, record)])
 
 
 def test_the_table_has_every_factor_and_what_is_told(tmp_path, capsys):
@@ -70,7 +68,7 @@ def test_other_folders_are_refused_in_one_line(tmp_path, capsys):
     write_records(tmp_path, {"dense": [(0.5, 0.5, None, None)]})
     assert main([str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert "has no summary.json" in lines[0] and "something else than motion clips" in lines[1] and len(lines) == 2
+    assert "has no records.jsonl" in lines[0] and "something else than motion clips" in lines[1] and len(lines) == 2
 
 
 def test_accuracy_by_video_is_that_of_the_names_of_the_clips(tmp_path):

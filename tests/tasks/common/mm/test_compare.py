@@ -1,6 +1,5 @@
 """Comparisons of segmentation and detection: records, resuming, what is refused, and what its rows are."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tasks.common.mm import compare
 from tasks.common.mm.config import load_config, run_identity
 from tasks.common.mm.task import task_named
 from tasks.common.mm.train import run
+from tasks.common.records import read_records
 from tasks.common.results import read_results
 from tasks.common.run_folder import folder_differences
 from tasks.detection.compare import main as compare_detection
@@ -75,10 +75,14 @@ def finished(request, data, tmp_path_factory):
 
 
 def records(folder):
-    return {
-        path.relative_to(folder / "records"): json.loads(path.read_text())
-        for path in sorted((folder / "records").glob("*/seed*.json"))
-    }
+    kept = read_records(folder / "records")
+    return {(row, seed): record for row, runs in kept.items() for seed, record in runs.items()}
+
+
+def lose(folder):
+    """The last record, whose run is there."""
+    file = folder / "records" / "records.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
 
 
 on_segmentation = pytest.mark.parametrize("finished", ["segmentation"], indirect=True)  # one task will do
@@ -91,10 +95,10 @@ def forbid(patch):
 def test_every_run_leaves_a_record_and_tables_show_them(finished):
     task, folder = finished
     found = records(folder)
-    assert {str(path) for path in found} == {f"{row}/seed{seed}.json" for row in ("dense", "both") for seed in (0, 1)}
+    assert list(found) == [(row, seed) for row in ("dense", "both") for seed in (0, 1)]
     text = (folder / "records" / "table.md").read_text()
     for row, prior in (("dense", "dense"), ("both", "fibottention+violin")):
-        runs = [found[Path(row, f"seed{seed}.json")] for seed in (0, 1)]
+        runs = [found[row, seed] for seed in (0, 1)]
         assert [(record["prior"], record["seed"]) for record in runs] == [(prior, 0), (prior, 1)]
         assert all((record["pruning_ratio"] > 0) == (row == "both") for record in runs)
         assert all((record["max_decay_change"] is not None) == (row == "both") for record in runs)
@@ -104,13 +108,10 @@ def test_every_run_leaves_a_record_and_tables_show_them(finished):
             assert f"{values.mean():.2f} ± {values.std(ddof=1):.2f}" in line
             assert f"| {100 * runs[0]['baseline'][metric]:.2f} |" in line
     for metric in METRICS[task]:
-        last = metric.rpartition("/")[2]
-        end = "" if metric == METRICS[task][0] else f"_{last}"
-        rows = json.loads((folder / "records" / f"differences{end}.json").read_text())["rows"]
-        for seed in (0, 1):
-            own, first = (found[Path(row, f"seed{seed}.json")]["metrics"][metric] for row in ("both", "dense"))
-            assert rows["both"]["by_seed"][str(seed)] == pytest.approx(own - first)
-        assert (folder / "records" / f"results{end}.png").stat().st_size > 1000
+        values = [(found["both", seed]["metrics"][metric] - found["dense", seed]["metrics"][metric]) for seed in (0, 1)]
+        assert f"| both | {', '.join(f'{100 * value:+.2f}' for value in values)} |" in text
+    left = {"records.jsonl", "table.md", "results.png", "predictions.png"}
+    assert {path.name for path in (folder / "records").iterdir()} == left
 
 
 def test_the_picture_has_a_part_for_each_row(finished):
@@ -146,8 +147,7 @@ def test_a_finished_comparison_is_not_done_again_and_a_lost_record_is_written_fr
         forbid(patch)
         assert MAINS[task](arguments(task, folder, data)) == 0
     assert picture.stat().st_mtime_ns == drawn
-    lost = folder / "records" / "both" / "seed1.json"
-    lost.unlink()
+    lose(folder)
     assert MAINS[task](arguments(task, folder, data)) == 0
     assert records(folder) == before
 
@@ -209,14 +209,12 @@ def test_two_jobs_at_a_time_give_the_same_records(finished, data, tmp_path, capf
 )
 def test_what_cannot_be_is_refused_in_one_line(finished, data, more, message, capsys, monkeypatch):
     task, folder = finished
+    kept = (folder / "records" / "records.jsonl").read_text()
     if more[0] == "--jobs":
-        (folder / "records" / "both" / "seed1.json").rename(folder / "kept.json")
+        lose(folder)
     forbid(monkeypatch)
-    try:
-        assert MAINS[task](arguments(task, folder, data, *more)) == 2
-    finally:
-        if (folder / "kept.json").exists():
-            (folder / "kept.json").rename(folder / "records" / "both" / "seed1.json")
+    assert MAINS[task](arguments(task, folder, data, *more)) == 2
+    (folder / "records" / "records.jsonl").write_text(kept)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
 
@@ -256,10 +254,10 @@ def test_a_damaged_record_is_refused(finished, data, tmp_path, capsys):
     task, folder = finished
     write(tmp_path, task)
     shutil.copytree(folder / "records", tmp_path / "records", dirs_exist_ok=True)
-    file = tmp_path / "records" / "dense" / "seed0.json"
+    file = tmp_path / "records" / "records.jsonl"
     file.write_text(file.read_text()[:-40])
     assert MAINS[task](arguments(task, tmp_path, data)) == 2
-    assert "seed0.json is not a whole record" in capsys.readouterr().err
+    assert "records.jsonl, line 5 is damaged" in capsys.readouterr().err
 
 
 def test_there_are_records():
@@ -273,7 +271,7 @@ def test_records_that_are_kept_are_of_todays_configurations(folder):
     name = folder.name.removesuffix("_other_starts")
     comparison = compare.load_comparison(task, ROOT / "configs" / task.name / f"{name}.py")
     found = all_records(comparison, folder)
-    assert sum(map(len, found.values())) == len([*folder.glob("*/seed*.json")]) >= 8
+    assert sum(map(len, found.values())) == sum(map(len, read_records(folder).values())) >= 8
     for runs in found.values():
         assert [record["seed"] for record in runs] == comparison.seeds[: 3 if older else None]
         # Short runs: one of photographs with Fibottention found no coin, and has 1.95 times the baseline.
