@@ -16,6 +16,7 @@ from tasks.common.records import add_records, convert, read_records, records_tex
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = sorted(path.parent for path in ROOT.glob("tasks/*/results/**/records.jsonl"))
+TABLES = [folder for folder in FOLDERS if (folder / "table.md").is_file()]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([0.0, 1.0, 0.5]) | st.sampled_from(["", "a", "ä"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
@@ -209,8 +210,8 @@ def table_again(folder):
 
 
 def test_every_table_of_a_comparison_is_what_its_records_say():
-    assert len(FOLDERS) >= 60
-    wrong = [folder.relative_to(ROOT) for folder in FOLDERS if table_again(folder) != (folder / "table.md").read_text()]
+    assert len(TABLES) >= 60
+    wrong = [folder.relative_to(ROOT) for folder in TABLES if table_again(folder) != (folder / "table.md").read_text()]
     assert not wrong
 
 
