@@ -3,8 +3,8 @@
 Forward passes of one clip, without gradients, over frames and pixels. Each measurement is done in a process of its
 own, which may have --memory-gib and no more. The rows take turns, and there are --rounds rounds. What a measurement
 would need is predicted from the row's shorter clips at the same size; if that is too much, it is not begun, and the
-table says what it would need. Each finished measurement is a record in OUT/records, so the command can be killed at any
-moment and started again, and then it goes on.
+table says what it would need. Each finished measurement is a record in OUT/records.json, so the command can be killed
+at any moment and started again, and then it goes on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from tasks.common.locks import locked
 from tasks.common.processes import variables_set
 from tasks.common.results import read_results, write_results
 
+RECORDS = "records.json"
+
 PROBES = (1, 2, 4)  # frames that a prediction begins with
 POINTS = 3  # sizes that a prediction is made from
 GIB = 2**30
@@ -39,7 +41,7 @@ TIME_TOLERANCE = 0.03  # a term may be left out of a law of time if this is the 
 
 @dataclass(frozen=True)
 class Settings:
-    """records: their folder. rows: name to (attention, prior). frames, pixels: what is measured. preset, dtype,
+    """records: their file. rows: name to (attention, prior). frames, pixels: what is measured. preset, dtype,
     threads: of all measurements. memory_gib, seconds: limits of one. rounds: of all.
     """
 
@@ -63,9 +65,14 @@ class Settings:
         """What a measurement measures."""
         return Clips(*self.rows[row], frames, pixels, self.preset, self.dtype)
 
-    def file(self, row: str, frames: int, pixels: int) -> Path:
-        """Its record."""
-        return self.records / row.replace("/", "-") / f"{frames}x{pixels}.json"
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """All records, by row and size."""
+        return read_results(self.records) if self.records.is_file() else {}
+
+    def write(self, row: str, frames: int, pixels: int, record: Mapping[str, Any]) -> None:
+        """Keep a record, in place of an earlier one."""
+        kept = {**self.kept(), place_of(row, frames, pixels): record}
+        write_results(self.records, dict(sorted(kept.items())))
 
     def record(self, row: str, frames: int, pixels: int) -> dict[str, Any] | None:
         """The record, None if there is none.
@@ -73,20 +80,25 @@ class Settings:
         Raises:
             ValueError: for one that was measured otherwise.
         """
-        file = self.file(row, frames, pixels)
-        if not file.is_file():
+        found, wanted = self.kept().get(place_of(row, frames, pixels)), self.told(row, frames, pixels)
+        if found is None:
             return None
-        found, wanted = read_results(file), self.told(row, frames, pixels)
         different = [
             f"{key}: {found.get(key)} there, {wanted[key]} here" for key in wanted if found.get(key) != wanted[key]
         ]
         if different:
-            raise ValueError(f"{file} was measured otherwise ({'; '.join(different)}); choose another --out")
+            place = f"{self.records}, {place_of(row, frames, pixels)},"
+            raise ValueError(f"{place} was measured otherwise ({'; '.join(different)}); choose another --out")
         return found
 
     def told(self, row: str, frames: int, pixels: int) -> dict[str, Any]:
         """What a record says of what it measured."""
         return {**asdict(self.clips(row, frames, pixels)), "threads": self.threads}
+
+
+def place_of(row: str, frames: int, pixels: int) -> str:
+    """What a record is called."""
+    return f"{row}, {frames}x{pixels}"
 
 
 def parse_rows(texts: Sequence[str]) -> dict[str, tuple[str, Any]]:
@@ -145,7 +157,7 @@ def measure(settings: Settings, server: Any, row: str, frames: int, pixels: int,
     if record is None:
         record = {**settings.told(row, frames, pixels), **answer, "seconds": [], **environment()}
     record["seconds"].append(float(np.median(answer["seconds"])))
-    write_results(settings.file(row, frames, pixels), {**record, "command": command_line()})
+    settings.write(row, frames, pixels, {**record, "command": command_line()})
     return None
 
 
@@ -243,7 +255,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
             f"--frames {arguments.frames!r}: {frames[0]} must be above {PROBES[-1]}; 1, 2, 4 are measured too"
         )
     same = {key: given[key] for key in ("preset", "dtype", "threads", "memory_gib", "seconds", "rounds")}
-    settings = Settings(arguments.out / "records", parse_rows(arguments.rows), frames, pixels, **same)
+    settings = Settings(arguments.out / RECORDS, parse_rows(arguments.rows), frames, pixels, **same)
     for row in settings.rows:
         for size in pixels:
             for count in settings.counts:

@@ -7,7 +7,6 @@ read data, lines of progress, the parts in which one device does a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from tasks.fullsize.configs import PaperRun
 from tasks.fullsize.fixtures import VTAB_TASK
 
+IMAGES = 2  # of a step: mixing takes pairs, and batch norms more than one
 STEPS = 2  # the second one is done after the run was killed and started again
 TESTED = 4  # images that are tested
 NEIGHBOURS = 24  # images of pretraining's k-NN, which asks 20 of them
@@ -25,14 +25,6 @@ FIXTURE_OF = {
     "pusht_cchi_v7_replay.zarr": "pusht",
     "image_abs.hdf5": "lift",
 }  # by the last part of a path
-
-
-@dataclass(frozen=True)
-class Batch:
-    """images: examples of a step. parts: in how many parts one device does it, one after another."""
-
-    images: int
-    parts: int = 1
 
 
 def fixture_of(run: PaperRun) -> str:
@@ -48,25 +40,21 @@ def fixture_of(run: PaperRun) -> str:
     return str(data["source"])
 
 
-def train_overrides(
-    run: PaperRun, batch: Batch, out: Path, data: Path, models: Mapping[str, Path], config: Path | None = None
-) -> list[str]:
+def train_overrides(run: PaperRun, out: Path, data: Path, models: Mapping[str, Path]) -> list[str]:
     """What follows `train --config FILE#CELL`.
 
     Args:
         run: what is trained.
-        batch: of a step.
         out: the run's folder.
         data: folder of its fixture.
         models: {key: folder} of what it starts from.
-        config: unused by tasks of their own names.
     """
     make = {"robotics": _robotics, "segmentation": _mm, "detection": _mm}.get(run.task, _trainer)
     starts = [f"{key}={folder}" for key, folder in models.items()]
-    return [*make(run, batch, out, data), *starts]
+    return [*make(run, out, data), *starts]
 
 
-def _trainer(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
+def _trainer(run: PaperRun, out: Path, data: Path) -> list[str]:
     """Of tasks on transformers' Trainer."""
     trainer = {
         "output_dir": out,
@@ -78,21 +66,21 @@ def _trainer(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
         "dataloader_num_workers": 0,
         "dataloader_persistent_workers": "false",
         "disable_tqdm": "true",
-        "gradient_accumulation_steps": batch.parts,
+        "gradient_accumulation_steps": 1,
     }
     if not torch.accelerator.is_available():
         trainer["use_cpu"] = "true"  # transformers refuses bf16 without a GPU otherwise
     if run.trains:
         trainer["max_steps"] = STEPS
     if run.config["trainer"].get("effective_batch_size"):
-        trainer["effective_batch_size"] = batch.images
+        trainer["effective_batch_size"] = IMAGES
     else:
-        trainer["per_device_train_batch_size"] = batch.images // batch.parts
+        trainer["per_device_train_batch_size"] = IMAGES
     overrides = [f"trainer.{key}={value}" for key, value in trainer.items()]
     if run.task == "video":
         lists = [f"data.lists={data / 'lists'}"] if run.config["data"].get("lists") else []
         return [*overrides, f"data.path={data / 'videos'}", *lists]
-    train = max(STEPS * batch.images, NEIGHBOURS if run.task == "pretraining" else 0)
+    train = max(STEPS * IMAGES, NEIGHBOURS if run.task == "pretraining" else 0)
     overrides += [f"data.path={data}", f"data.limit_train={train}"]
     overrides += [f"data.limit_{split}={TESTED}" for split in ("validation", "test")]
     if run.config.get("token_labels"):
@@ -106,12 +94,12 @@ def _trainer(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
     return overrides
 
 
-def _robotics(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
+def _robotics(run: PaperRun, out: Path, data: Path) -> list[str]:
     trainer = {
         "output_dir": out,
         "epochs": "null",
         "steps": STEPS,
-        "batch_size": batch.images,
+        "batch_size": IMAGES,
         "log_steps": 1,
         "save_steps": 1,
         "validate_steps": STEPS,
@@ -120,21 +108,21 @@ def _robotics(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
         "disable_tqdm": "true",
     }
     path = data / Path(run.config["data"]["path"]).name
-    return [f"data.path={path}", *(f"trainer.{key}={value}" for key, value in trainer.items())]
+    return [f"data.path={path}", "data.episodes=null", *(f"trainer.{key}={value}" for key, value in trainer.items())]
 
 
-def _mm(run: PaperRun, batch: Batch, out: Path, data: Path) -> list[str]:
-    overrides = [f"output_dir={out}", f"train_dataloader.batch_size={batch.images}"]
+def _mm(run: PaperRun, out: Path, data: Path) -> list[str]:
+    overrides = [f"output_dir={out}", f"train_dataloader.batch_size={IMAGES}"]
     root = f"{data}/" if run.config["data_root"].endswith("/") else str(data)
     for part in ("train", "val", "test"):
         overrides += [f"{part}_dataloader.{key}" for key in ("num_workers=0", "persistent_workers=False")]
         overrides.append(f"{part}_dataloader.dataset.data_root={root}")
     if run.config["train_cfg"].get("type") == "EpochBasedTrainLoop":  # an epoch is one step
         loop = [f"train_cfg.max_epochs={STEPS}", f"train_cfg.val_interval={STEPS}"]
-        loop.append(f"train_dataloader.dataset.indices={batch.images}")
+        loop.append(f"train_dataloader.dataset.indices={IMAGES}")
     else:
         loop = [f"train_cfg.max_iters={STEPS}", f"train_cfg.val_interval={STEPS}"]
-    tested = [f"{part}_dataloader.dataset.indices=2" for part in ("val", "test")]
+    tested = [f"{part}_dataloader.dataset.indices=1" for part in ("val", "test")]
     return [*overrides, *loop, *tested, "default_hooks.checkpoint.interval=1", "default_hooks.logger.interval=1"]
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from tasks.benchmark import commands, video
 from tasks.benchmark.clip_model import Clips
-from tasks.common.results import write_results
 
 ROWS = ["divided/dense", "joint/dense", "joint/transformers"]
 MODEL = {"preset": "vit_tiny", "dtype": "float32"}
@@ -38,26 +37,23 @@ def answer(server, clips, memory_gib=6.0, first=True):
 def test_a_command_that_was_stopped_goes_on_and_measures_nothing_twice(tmp_path, capsys):
     assert video.main(command(tmp_path)) == 0
     text = capsys.readouterr()
-    files = sorted((tmp_path / "records").rglob("*.json"))
+    file = tmp_path / "records.json"
+    kept = json.loads(file.read_text())
     # 1, 2 and 4 frames are for predictions.
-    assert [str(file.relative_to(tmp_path / "records")) for file in files] == [
-        f"{row}/{frames}x32.json" for row in ("divided-dense", "joint-dense", "joint-transformers") for frames in
-        (1, 2, 4, 5, 6)
-    ]  # fmt: skip
-    for file in files:
-        record = json.loads(file.read_text())
+    assert list(kept) == [f"{row}, {frames}x32" for row in ROWS for frames in (1, 2, 4, 5, 6)]
+    for record in kept.values():
         assert len(record["seconds"]) == (2 if record["frames"] > 4 else 1) and min(record["seconds"]) > 0
         assert record["memory"]["call"] > 0 and record["memory"]["resident"] > record["memory"]["weights"]
     assert all(f"| 32 | {frames} | {4 * frames} | {row} |" in text.out for frames in (5, 6) for row in ROWS)
     assert text.err.count("round 1") == 15 and text.err.count("round 2") == 6
     assert (tmp_path / "clips.png").is_file() and (tmp_path / "table.md").read_text() in text.out + "\n"
 
-    lost = tmp_path / "records" / "joint-dense" / "6x32.json"
-    lost.unlink()
-    before = {file: file.read_bytes() for file in files if file != lost}
+    lost = kept.pop("joint/dense, 6x32")
+    file.write_text(json.dumps(kept))
     assert video.main(command(tmp_path)) == 0
-    assert capsys.readouterr().err.count("round") == 2 and lost.is_file()
-    assert {file: file.read_bytes() for file in before} == before
+    assert capsys.readouterr().err.count("round") == 2
+    again = json.loads(file.read_text())
+    assert again.pop("joint/dense, 6x32").keys() == lost.keys() and again == kept
 
     assert video.main([*command(tmp_path), "--threads", "2"]) == 2
     assert "was measured otherwise (threads: 1 there, 2 here)" in capsys.readouterr().err
@@ -82,7 +78,7 @@ def test_predictions_follow_the_shorter_clips(settings, tmp_path, capsys):
         memory = {"weights": 2**20, "input": 2**20, "set_up": 0, "kept": 2**20, "call": int(gib * 2**30) - 3 * 2**20}
         told = settings.told("joint/dense", frames, 32)
         seconds = [0.3 + 0.05 * frames**2]
-        write_results(settings.file("joint/dense", frames, 32), {**told, "memory": memory, "seconds": seconds})
+        settings.write("joint/dense", frames, 32, {**told, "memory": memory, "seconds": seconds})
     assert video.predicted(settings, "joint/dense", 4, 32) is None  # two shorter ones are too few
     ten, thirty = (video.predicted(settings, "joint/dense", frames, 32) for frames in (10, 30))
     assert ten == pytest.approx({"seconds": 5.3, "gib": 3.1}, rel=1e-3)
@@ -94,7 +90,7 @@ def test_predictions_follow_the_shorter_clips(settings, tmp_path, capsys):
     assert video.main([*command(tmp_path, "--memory-gib", "3", "--seconds", "7", "--report")]) == 0
     text = capsys.readouterr().out
     assert "| joint/dense | not measured: would take 2.1 s and 1.2 GiB |" in text and "not measured | - |" in text
-    assert (tmp_path / "clips.png").is_file() and len(list((tmp_path / "records").rglob("*.json"))) == 3
+    assert (tmp_path / "clips.png").is_file() and len(json.loads((tmp_path / "records.json").read_text())) == 3
     entries = {(entry["row"], entry["frames"]): entry for entry in video.collect(settings, {})}
     assert entries["joint/dense", 6]["predicted"] and entries["divided/dense", 6]["predicted"] is None
 
@@ -103,14 +99,14 @@ def test_a_report_of_nothing_leaves_what_there_is(tmp_path, capsys):
     (tmp_path / "table.md").write_text("mine")
     assert video.main([*command(tmp_path), "--report"]) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path / 'records'} has nothing of these --rows" in error and error.count("\n") == 1
+    assert f"{tmp_path / 'records.json'} has nothing of these --rows" in error and error.count("\n") == 1
     assert (tmp_path / "table.md").read_text() == "mine" and not (tmp_path / "clips.png").exists()
 
 
 def test_two_at_a_time_are_refused(tmp_path, capsys):
     with video.locked(tmp_path / "lock") as mine:
         assert mine and video.main(command(tmp_path)) == 2
-    assert "another process measures" in capsys.readouterr().err and not (tmp_path / "records").exists()
+    assert "another process measures" in capsys.readouterr().err and not (tmp_path / "records.json").exists()
 
 
 @pytest.mark.parametrize(
