@@ -5,14 +5,17 @@ What they add is then in every registry that tests run over. `test_extension.py`
 """
 
 import importlib
+import multiprocessing
 import re
 import shutil
 import sys
 import tempfile
 from contextlib import redirect_stdout
+from multiprocessing import forkserver
 from pathlib import Path
 
-import tasks
+from tasks.common.processes import variables_set
+from tests.processes import IMPORTED
 
 ADDED = ("every_other", "columns", "few_tokens", "cross", "sandwich_vit")
 # What may fail then: each name is to stand in the table of what exists.
@@ -53,12 +56,17 @@ def pytest_configure(config):
     folder = tempfile.mkdtemp(prefix="pasted_")
     sys.path.insert(0, folder)
     config.add_cleanup(lambda: shutil.rmtree(folder))
-    for name, block in blocks().items():
-        Path(folder, f"{name}.py").write_text(block)
-        with redirect_stdout(None):  # through which processes of pytest-xdist speak with each other
-            importlib.import_module(name)
+    modules = {**blocks(), "pasted_tasks": f"import tasks\n\ntasks.__path__.append({str(Path(folder, 'tasks'))!r})\n"}
     for name, text in task_files().items():
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    tasks.__path__.append(str(Path(folder, "tasks")))
+    for name, block in modules.items():
+        Path(folder, f"{name}.py").write_text(block)
+        with redirect_stdout(None):  # through which processes of pytest-xdist speak with each other
+            importlib.import_module(name)
+    # The server of processes has them, too; started here, so that no test starts one without them.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTED, *modules])
+    IMPORTED.extend(modules)
+    with variables_set({"OMP_NUM_THREADS": "1"}):
+        forkserver.ensure_running()

@@ -16,6 +16,7 @@ from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS, PLACEMENTS
 from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import MASK_FILLS, SUPPORTS
 from tasks.common.records import read_records
+from tests.each import each
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -93,7 +94,7 @@ def dead_links(folder: Path, text: str) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("page", [path.relative_to(ROOT) for path in PAGES], ids=str)
+@each("page", [path.relative_to(ROOT) for path in PAGES])
 def test_no_link_anchor_or_picture_is_dead(page):
     assert dead_links((ROOT / page).parent, (ROOT / page).read_text()) == []
 
@@ -179,7 +180,7 @@ def strays(page: Path, section: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", READMES)
 def test_measured_numbers_are_those_of_a_record_that_is_linked_next_to_them(page):
     assert [stray for section in sections(page) for stray in strays(page, section)] == []
 
@@ -220,7 +221,7 @@ def accuracies(folder: Path) -> dict[str, tuple[float, float]]:
     return {row: (statistics.mean(v), statistics.stdev(v)) for row, v in runs_of(folder).items() if len(v) > 1}
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@each("folder", FOLDERS)
 def test_tables_of_records_are_those_of_their_runs(folder):
     first, *_differences = (folder / "table.md").read_text().split("\n\n")
     rows = [line.split(" | ")[:2] for line in first.splitlines() if SPREAD.search(line)]
@@ -233,7 +234,7 @@ def test_tables_of_records_are_those_of_their_runs(folder):
     }
 
 
-@pytest.mark.parametrize("page", RESULTS, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", RESULTS)
 def test_accuracies_of_results_pages_are_those_of_runs(page):
     """Columns of test accuracies; each is a row of some folder of records."""
     known = {f"{mean:.2f} ± {std:.2f}" for folder in FOLDERS for mean, std in accuracies(folder).values()}

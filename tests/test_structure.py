@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import each
+
 ROOT = Path(__file__).parents[1]
 LONGEST_FUNCTION, LONGEST_FILE = 80, 700
 TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.py").is_file()}
@@ -137,25 +139,25 @@ def test_every_module_of_the_library_is_in_a_room():
     assert {within(name) for name in LIBRARY} == {*ROOMS, *FACES}
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if within(name) not in FACES])
+@each("name", [name for name in LIBRARY if within(name) not in FACES])
 def test_imports_of_the_library_go_down(name):
     assert "TYPE_CHECKING" not in LIBRARY[name].read_text(encoding="utf-8")  # it would hide imports from this test
     allowed = ROOMS[: ROOMS.index(within(name)) + 1][name not in KNOW_KERNELS and within(name) != "kernels" :]
     assert {other for other in imported_modules(name) if other in LIBRARY and within(other) not in allowed} == set()
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@each("name", LIBRARY)
 def test_the_library_imports_no_task(name):
     assert {other for other in all_imported_names(name) if other.split(".")[0] == "tasks"} == set()
 
 
-@pytest.mark.parametrize("name", TASK_MODULES)
+@each("name", TASK_MODULES)
 def test_no_task_imports_another_and_common_imports_none(name):
     allowed = {"common", *name.split(".")[1:2]}
     assert tasks_in(all_imported_names(name)) <= allowed
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@each("name", LIBRARY)
 def test_files_and_functions_of_the_library_are_short(name):
     text = LIBRARY[name].read_text(encoding="utf-8")
     assert len(text.splitlines()) <= LONGEST_FILE
@@ -189,7 +191,7 @@ def is_prescribed(where):
     return ".modeling_" in where and where.endswith("ForImageClassification.forward")
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if not name.startswith("hf_sparseprior.kernels.")])
+@each("name", [name for name in LIBRARY if not name.startswith("hf_sparseprior.kernels.")])
 def test_public_signatures_are_short(name):
     long = {
         where: count

@@ -13,3 +13,10 @@ def config() -> argparse.ArgumentParser:
     parser = command_parser("common.config", "List the cells of a file.")
     parser.add_argument("file", type=Path, help="YAML file, or Python file of mmengine")
     return parser
+
+
+def records() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.common.records`."""
+    parser = command_parser("common.records")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of records of one comparison")
+    return parser

@@ -15,7 +15,6 @@ brings the records that earlier versions left, FOLDER/ROW/seedN.json, into FOLDE
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.files import write_text
+from tasks.common import commands
 from tasks.common.command import run_command
 from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.results import finite_or_null, read_results
@@ -193,8 +193,7 @@ def convert(folder: Path) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.common.records", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of records of one comparison")
+    parser = commands.records()
     arguments = parser.parse_args(argv)
 
     def work() -> None:

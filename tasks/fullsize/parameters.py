@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tasks.fullsize.starts import model_of
 
 FILE = Path(__file__).with_name("parameters.json")  # by name of a configuration
 CLASSES = {"imagenet": 1000, "tiny_imagenet": 200, "cifar10": 10, "cifar100": 100, "vtab": TASKS[VTAB_TASK].classes}
+VIDEO = "video"
 VIDEO_CLASSES = {"smarthome": 31, "nucla": 10, "ntu": 60}
 
 
@@ -47,7 +49,7 @@ def _described(run: PaperRun, runs: Sequence[PaperRun]) -> dict[str, Any]:
         model = {**model_of(start, runs), **model}
     if run.task == "pretraining":
         return model
-    if run.task == "video":
+    if run.task == VIDEO:
         names = [name for name in VIDEO_CLASSES if name in str(run.config["data"].get("path"))]
         if start := model.pop("image_model", None):
             model["image_model"] = model_of(start, runs)
@@ -64,7 +66,7 @@ def _built(run: PaperRun, model: dict[str, Any]) -> nn.Module:
     if run.task == "pretraining":
         return _of_family(model, "base")  # without DINO's heads, which no saved model has
     classes = model.pop("classes")
-    if run.task == "video":
+    if run.task == VIDEO:
         return _video(model, classes)
     return _of_family({**model, "num_labels": classes}, "image_classifier")
 
@@ -77,9 +79,9 @@ def _of_family(model: Mapping[str, Any], kind: str) -> nn.Module:
 
 def _video(model: dict[str, Any], classes: int) -> nn.Module:
     from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
-    from tasks.video.config import MODEL_EXTRAS
 
-    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS} | {"num_labels": classes}
+    extras = import_module(f"tasks.{VIDEO}.config").MODEL_EXTRAS
+    options = {key: value for key, value in model.items() if key not in extras} | {"num_labels": classes}
     if start := model.get("image_model"):
         image_model = _of_family(start, "image_classifier")
         return SparsePriorTimesformerForVideoClassification.from_image_model(image_model, **options)
@@ -89,12 +91,10 @@ def _video(model: dict[str, Any], classes: int) -> nn.Module:
 
 
 def _policy(run: PaperRun) -> nn.Module:
-    from tasks.robotics.config import check_config
-    from tasks.robotics.normalizer import Normalizer
-    from tasks.robotics.policy import CrosswayPolicy
-
-    _, policy, _ = check_config({key: dict(value) for key, value in run.config.items()})
-    return CrosswayPolicy(policy, Normalizer({}, {}))
+    names = ("config", "policy", "normalizer")
+    config, policy, normalizer = (import_module(f"tasks.{run.task}.{name}") for name in names)
+    _, settings, _ = config.check_config({key: dict(value) for key, value in run.config.items()})
+    return policy.CrosswayPolicy(settings, normalizer.Normalizer({}, {}))
 
 
 def _mm(run: PaperRun) -> nn.Module:

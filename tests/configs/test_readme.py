@@ -4,8 +4,6 @@ import itertools
 import re
 import shlex
 
-import pytest
-
 import tasks.classification.compare
 import tasks.classification.config
 import tasks.classification.vtab.plan
@@ -18,6 +16,7 @@ import tasks.robotics.config
 import tasks.video.compare
 import tasks.video.config
 from tests.configs import shipped
+from tests.each import each
 
 ROOT = shipped.CONFIGS.parent
 PAGES = [path for path in (ROOT / "README.md", shipped.CONFIGS / "README.md", *ROOT.glob("tasks/**/*.md"))]
@@ -65,7 +64,7 @@ def rows_of_tables():
 ROWS = list(rows_of_tables())
 
 
-@pytest.mark.parametrize(("module", "name", "overrides"), ROWS, ids=[row[1] for row in ROWS])
+@each("module, name, overrides", ROWS)
 def test_commands_of_the_tables_resolve(module, name, overrides):
     if module in MM:
         assert name in shipped.cells(name.partition("#")[0])
@@ -83,7 +82,7 @@ def test_every_experiment_has_its_commands():
     assert set(shipped.cells(shipped.VTAB)) <= named
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES)
 def test_pages_name_configurations_that_exist(page):
     for name in re.findall(r"configs(?:/[\w$.+#{},/-]*[\w}])?", page.read_text()):
         before, _, choices, after = re.fullmatch(r"([^{]*)(\{([^}]*)\})?(.*)", name).groups()

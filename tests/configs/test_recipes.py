@@ -12,6 +12,7 @@ from tasks.common.config import COMPARISON, read_layers
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.model import build_model
 from tests.configs import shipped
+from tests.each import each
 
 FIBOTTENTION = [
     name for number in (2, 3, 4, 8, 10, 11, 12, 13) for name in shipped.runs(f"experiments/fib_table{number}.yaml")
@@ -33,7 +34,7 @@ def epochs_and_images(name: str, gpus: int) -> tuple[int, int]:
     return trainer["num_train_epochs"], images
 
 
-@pytest.mark.parametrize("name", FIBOTTENTION)
+@each("name", FIBOTTENTION)
 def test_fibottention_has_100_epochs_and_64_images_a_step(name):
     """Section 4.1, C.2 and Table 9 on 4 GPUs, ImageNet included; other readings have other names."""
     reading = re.search(r"#\w+?_(256|deit)(-|$)", name)
@@ -43,7 +44,7 @@ def test_fibottention_has_100_epochs_and_64_images_a_step(name):
         assert epochs_and_images(name, 4) == (100, 256 if reading else 64)
 
 
-@pytest.mark.parametrize("name", DEIT)
+@each("name", DEIT)
 def test_violin_and_what_sparsifiner_starts_from_have_deits_recipe(name):
     """300 epochs and 1024 images on 8 GPUs (Touvron et al. 2021, Table 9; Swin's own, Liu et al. 2021, A2.1)."""
     assert epochs_and_images(name, 8) == (300, 1024)
@@ -74,7 +75,7 @@ def is_small(name: str) -> bool:
     return re.search(r"[#-]small(-|$)", name) is not None
 
 
-@pytest.mark.parametrize("name", [*TABLES, *STARTS])
+@each("name", [*TABLES, *STARTS])
 def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(name):
     cell = read_layers(shipped.path(name), SECTIONS, COMPARISON)
     changed = cell.get("variants") or {}
@@ -94,7 +95,7 @@ def test_papers_rows_train_on_all_training_images_and_their_last_epoch_counts(na
     )
 
 
-@pytest.mark.parametrize("name", ["fib_table2.yaml#paired", *(f"families_small.yaml#{m}" for m in FAMILIES)])
+@each("name", ["fib_table2.yaml#paired", *(f"families_small.yaml#{m}" for m in FAMILIES)])
 def test_training_images_of_small_comparisons_have_no_frame(name):
     """A crop that is larger than the images would be filled up with black in training, and not in the test."""
     config = load_config(shipped.path(f"experiments/{name}-dense"))
