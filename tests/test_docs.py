@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import hf_sparseprior as sp
+from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.pattern import SUPPORTS
 from tasks.common.config import read_cell
 from tests.timm_oracle import import_timm
 
@@ -17,6 +20,8 @@ TEXT = PAGES[1].read_text()
 
 def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path):
     examples = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    for registry, name in ((SUPPORTS, "every_other"), (DECAYS, "columns"), (BACKENDS, "few_tokens")):
+        registry.pop(name, None)  # by tests.pasted
     for number, example in enumerate(examples):
         # A support's settings are read from its source, so an example has a file.
         file = tmp_path / f"example{number}.py"

@@ -47,18 +47,6 @@ def test_a_configuration_is_stored_nested(file):
     assert json.loads(json.dumps(stored)) == stored
 
 
-def test_a_run_that_was_begun_with_dotted_keys_goes_on(file, tmp_path):
-    """run_config.json as results version 1 had it."""
-    dotted = {
-        "model.type": "Net", "model.sizes": [1, 2], "model.parts.0.width": 3, "model.parts.1.width": 4,
-        "custom_keys.head.last.lr": 30, "custom_keys.head.lr": 3,
-    }  # fmt: skip
-    (tmp_path / "run_config.json").write_text(json.dumps({"config": dotted}))
-    assert folder_differences(tmp_path, run_identity(load_config("detection", file))) == []
-    other = run_identity(load_config("detection", file, ["model.parts.1.width=5"]))
-    assert folder_differences(tmp_path, other) == ["config.model.parts.1.width: 4 there, 5 here"]
-
-
 def test_whether_a_run_that_diverges_goes_on_can_be_said_for_every_file_and_makes_no_other_run(file, tmp_path):
     values = [["nonfinite_loss=stop"], ["nonfinite_loss=continue"]]
     stopping, going_on = (run_identity(load_config("detection", file, value)) for value in values)
