@@ -22,9 +22,7 @@ from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, could_tel
 from tasks.common.records import RECORDS, read_records
 from tasks.common.tables import count_of_seeds
 
-HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (
-    *("holds", "does not hold", "cannot be told at this scale", "not run yet", "not tried"),
-)
+HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (*("holds", "does not hold", "inconclusive", "not run yet", "not tried"),)
 VERDICTS = (HOLDS, FAILS, OPEN, NOT_YET, UNTRIED)
 LEVEL = 0.05  # of rank correlations, to one side
 FEWEST_RANKED = 4  # three rows in order come out by chance once in six times

@@ -1,7 +1,8 @@
-"""What the papers claim and what came out here, as docs/claims.md: python -m tasks.claims.page [--check]
+"""What the papers claim and what came out here: python -m tasks.claims.page [--check]
 
-Claims are in configs/claims, numbers in the records that they name. The page and a picture for each paper are made of
-these alone. --check writes nothing, and fails if the page is not what the records say.
+Claims are in configs/claims, numbers in the records that they name. docs/claims.md, which has what each paper leads
+with, a page and a picture for each paper in docs/claims, and how they were judged, are made of these alone. --check
+writes nothing, and fails if a page is not what the records say.
 """
 
 from __future__ import annotations
@@ -42,17 +43,23 @@ from tasks.common.tables import count_of_seeds, markdown_table
 ROOT = Path(__file__).parents[2]
 CLAIMS = Path("configs/claims")
 THE_PAPER, FEW, MARGIN = "the paper", f"fewer than {FEWEST} seeds", "the claim's margin"  # of pictures
-PAGE = Path("docs/claims.md")
+PAGE, FOLDER = Path("docs/claims.md"), Path("docs/claims")
+JUDGING = FOLDER / "judging.md"
 WRITTEN_AFTER, MIXED = "†", "‡"  # beside a verdict and a number, see the introduction
 COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
+HEADLINES = """\
+Each row is a claim that a paper leads with, and what came out when we tried it at the scale of two cores: small models
+from scratch on small data, or what can be counted and timed. The papers' models and data sets are beyond us, so that
+"holds" and "does not hold" are of this scale. [How claims are judged](claims/judging.md), and how many there are of
+each kind. These pages are made from records by `python -m tasks.claims.page`."""
 INTRODUCTION = f"""\
-Each row is one claim of a paper, and what came out when we tried it, at the scale of two cores. This page is made from
-records by `python -m tasks.claims.page`; nothing in it is written by hand. Claims, and which runs stand for them, are
-in `configs/claims`. Models, schedules and rows were fixed before they were run, as the history of the repository shows;
-records that were there before this page did not change what stands for a claim. Claims were compared with the papers
-once more when some rows had been run: {WRITTEN_AFTER} beside a verdict says that the claim was written when all its
-runs had a record (`python -m tasks.claims.history`), and
-[the last section](#tests-that-were-changed-when-their-number-was-known) has each test that was changed then.
+Each row of these pages is one claim of a paper, and what came out when we tried it, at the scale of two cores. They are
+made from records by `python -m tasks.claims.page`; nothing in them is written by hand. Claims, and which runs stand for
+them, are in `configs/claims`; those that a paper leads with were chosen by hand (`central` there). Models, schedules
+and rows were fixed before they were run, as the history of the repository shows; records that were there before these
+pages did not change what stands for a claim. Claims were compared with the papers once more when some rows had been
+run: {WRITTEN_AFTER} beside a verdict says that the claim was written when all its runs had a record
+(`python -m tasks.claims.history`), and the last section has each test that was changed then.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
 - **{VERDICTS[2]}**: the rule tells neither.
@@ -95,7 +102,6 @@ CHANGED = """\
 Each of these was changed because it was not what the paper says, or said more; judge for yourself. Claims that were
 added or taken out when rows were known are at the head of each file in `configs/claims`, and in its history."""
 Way = tuple[list[str], str]  # names of claims, and how they were tried
-CENTRAL = "Claims of the abstracts and of the first tables, chosen by hand (`central` in `configs/claims`)."
 
 
 def records_of(claim: Claim, root: Path) -> Records:
@@ -156,20 +162,43 @@ def has_mixed_processors(records: Records) -> bool:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def text(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    """The page in Markdown; outcomes by paper and claim."""
-    papers = list(papers)
-    lines = ["# What the papers claim", INTRODUCTION, overview(papers, outcomes), BUDGET, costs(papers, ROOT)]
-    if any(paper.central for paper in papers):
-        lines += ["## What the papers lead with", CENTRAL, _leading(papers, outcomes)]
+def pages(papers: Sequence[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> dict[Path, str]:
+    """The pages in Markdown; outcomes by paper and claim."""
+    found = {PAGE: headlines(papers, outcomes), JUDGING: judging(papers, outcomes)}
+    found |= {FOLDER / f"{paper.name}.md": paper_text(paper, outcomes) for paper in papers}
+    # Links are written as from `PAGE`.
+    return {page: text if page == PAGE else text.replace("](../", "](../../") for page, text in found.items()}
+
+
+def headlines(papers: Sequence[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """What the papers lead with."""
+    lines = ["# What the papers claim", HEADLINES]
     for paper in papers:
-        ways = _ways(paper)
-        lines += [f"## {paper.title}", paper.source, _table(paper, outcomes, ways)]
-        if _drawn(paper, outcomes):
-            lines.append(f"![{paper.title}: the paper's differences and ours]({picture_name(paper)})")
-        lines += [f"### How {paper.title} was tried", _how(paper, ways)]
-    changed = _changed(papers, outcomes)
-    if changed:
+        own = [(claim, outcomes[paper.name, claim.name]) for claim in paper.claims]
+        counts = Counter(found.verdict for _, found in own)
+        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+        central = [(claim, found) for claim, found in own if claim.name in paper.central]
+        rows = [[claim.where, claim.claim, claim.paper, found.ours, _verdict(claim, found)] for claim, found in central]
+        lines.append(f"## {paper.title}")
+        if rows:
+            lines.append(_escaped(("where", "claim", "the paper's number", "ours", "verdict"), rows))
+        lines.append(f"[All {len(own)} claims]({FOLDER.name}/{paper.name}.md): {told}.")
+    return "\n\n".join(lines) + "\n"
+
+
+def paper_text(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """All claims of a paper, and how each was tried."""
+    ways = _ways(paper)
+    lines = [f"# {paper.title}", paper.source, "[How claims are judged](judging.md)", _table(paper, outcomes, ways)]
+    if _drawn(paper, outcomes):
+        lines.append(f"![{paper.title}: the paper's differences and ours]({picture_name(paper).name})")
+    return "\n\n".join([*lines, "## How it was tried", _how(paper, ways)]) + "\n"
+
+
+def judging(papers: Sequence[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """How claims are judged, how many there are, what they cost, and which were changed."""
+    lines = ["# How claims are judged", INTRODUCTION, overview(papers, outcomes), BUDGET, costs(papers, ROOT)]
+    if changed := _changed(papers, outcomes):
         lines += [CHANGED, changed]
     return "\n\n".join(lines) + "\n"
 
@@ -235,15 +264,6 @@ def costs(papers: Iterable[Paper], root: Path) -> str:
 def core_hours(runs: Iterable[Mapping[str, Any]]) -> float:
     """Hours of one core that recorded runs took."""
     return sum(run["seconds"] * run["hardware"]["cpu_threads"] for run in runs) / 3600
-
-
-def _leading(papers: Iterable[Paper], outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    rows = []
-    for paper in papers:
-        for claim in (claim for claim in paper.claims if claim.name in paper.central):
-            found = outcomes[paper.name, claim.name]
-            rows.append([paper.title, claim.where, claim.claim, claim.paper, found.ours, _verdict(claim, found)])
-    return _escaped(("paper", "where", "claim", "the paper's number", "ours", "verdict"), rows)
 
 
 def _verdict(claim: Claim, found: Outcome) -> str:
@@ -314,9 +334,9 @@ def compare_commands(task: str, config: str, records: str, rows: Mapping[str, It
 # ---- picture --------------------------------------------------------------------------------------------------------
 
 
-def picture_name(paper: Paper) -> str:
-    """File of a paper's picture, next to the page."""
-    return f"claims_{paper.name}.png"
+def picture_name(paper: Paper) -> Path:
+    """A paper's picture, next to its page."""
+    return FOLDER / f"{paper.name}.png"
 
 
 def _drawn(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome]) -> list[tuple[Claim, Outcome]]:
@@ -437,18 +457,20 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         papers = read_papers(ROOT / CLAIMS)
         outcomes = {(paper.name, claim.name): outcome(claim, ROOT) for paper in papers for claim in paper.claims}
-        new = text(papers, outcomes)
+        new = pages(papers, outcomes)
         if arguments.check:
-            if not (ROOT / PAGE).is_file() or (ROOT / PAGE).read_text(encoding="utf-8") != new:
-                raise ValueError(f"{PAGE} is not what the records say; run python -m tasks.claims.page")
+            for page, text in new.items():
+                if not (ROOT / page).is_file() or (ROOT / page).read_text(encoding="utf-8") != text:
+                    raise ValueError(f"{page} is not what the records say; run python -m tasks.claims.page")
             for paper in papers:
-                picture = PAGE.parent / picture_name(paper)
-                if not is_of_these_numbers(ROOT / picture, paper, outcomes):
-                    raise ValueError(f"{picture} is not of the records; run python -m tasks.claims.page")
+                if not is_of_these_numbers(ROOT / picture_name(paper), paper, outcomes):
+                    raise ValueError(f"{picture_name(paper)} is not of the records; run python -m tasks.claims.page")
             return
-        write_text(ROOT / PAGE, new)
+        (ROOT / FOLDER).mkdir(exist_ok=True)
+        for page, text in new.items():
+            write_text(ROOT / page, text)
         for paper in papers:
-            if draw(paper, outcomes, picture := (ROOT / PAGE).parent / picture_name(paper)) is None:
+            if draw(paper, outcomes, picture := ROOT / picture_name(paper)) is None:
                 picture.unlink(missing_ok=True)
         print(f"{overview(papers, outcomes)}\n\n{PAGE}")
 

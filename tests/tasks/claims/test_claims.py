@@ -496,7 +496,7 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     assert todo.missing([paper], tmp_path) == {}
     outcomes = {(paper.name, claim.name): page.outcome(claim, tmp_path) for claim in paper.claims}
     assert [found.verdict for found in outcomes.values()] == [HOLDS, UNTRIED, NOT_YET]  # by name
-    text = page.text([paper], outcomes)
+    text = page.paper_text(paper, outcomes)
     ours = "+2.00 (+2.00 to +2.00; 5 seeds)"
     assert f"| Table 1 | a is above b. | +1 | {ours} | 0.00 | A | **holds** | [1](#paper-1) |" in text
     [line] = [line for line in text.splitlines() if line.startswith('1. <a id="paper-1"></a>Table 1: all of it.')]
@@ -506,12 +506,13 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
         ("accuracy of trained models", "1 | 1 | 0 | 0 | 0 | 0"),
         ("rows of an analysis", "1 | 0 | 0 | 0 | 1 | 0"),
     ):
-        assert f"| A | {judged_by} | {numbers} |" in text
-    assert "| A | not tried | 1 | 0 | 0 | 0 | 0 | 1 |" in text
+        assert f"| A | {judged_by} | {numbers} |" in page.judging([paper], outcomes)
+    assert "| A | not tried | 1 | 0 | 0 | 0 | 0 | 1 |" in page.judging([paper], outcomes)
     assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
-    leading = "| A | Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | **holds** |"
-    assert leading not in text
-    assert leading in page.text([dataclasses.replace(paper, central=["table1-a"])], outcomes)
+    leading = "| Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | **holds** |"
+    assert leading not in page.headlines([paper], outcomes)
+    first = page.headlines([dataclasses.replace(paper, central=["table1-a"])], outcomes)
+    assert leading in first and "[All 3 claims](claims/paper.md): 1 holds, 1 not run yet, 1 not tried." in first
 
 
 def test_hours_of_missing_runs_are_those_of_the_runs_next_to_them(tmp_path) -> None:
@@ -555,7 +556,9 @@ def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
     assert found.verdict == OPEN and found.mean == pytest.approx(100 * (0.125 + 0.25) / 2)
     relative = page.outcome(dataclasses.replace(claim, relative_to="models/0/width"), tmp_path)
     assert relative.mean == pytest.approx(found.mean / 0.5)
-    assert "`python -m tasks.own --out w`" in page.text([paper], {(paper.name, c.name): found for c in paper.claims})
+    assert "`python -m tasks.own --out w`" in page.paper_text(
+        paper, {(paper.name, c.name): found for c in paper.claims}
+    )
     del widths[3]
     (tmp_path / "w" / "wide.json").write_text(json.dumps({"models": widths}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"wide\.json has no 'models/3/width'"):
@@ -586,7 +589,7 @@ def test_rows_may_be_numbers_of_a_file_for_each_seed(tmp_path) -> None:
         assert found.mean == pytest.approx(100 * np.mean(gains[: seed + 1]))
     relative = page.outcome(dataclasses.replace(claim, relative_to="models/b/width"), tmp_path)
     assert relative.mean == pytest.approx(100 * np.mean([gain / (0.5 + n) for n, gain in enumerate(gains)]))
-    text = page.text([paper], {(paper.name, c.name): found for c in paper.claims})
+    text = page.paper_text(paper, {(paper.name, c.name): found for c in paper.claims})
     assert "`python -m tasks.own seed{seed} --out w/{seed}` for each seed of 0 to 4." in text
 
 
@@ -675,7 +678,7 @@ def test_numbers_with_a_fitted_setting_are_counted_apart(tmp_path) -> None:
         "| A | one number, counted, timed or measured | 1 | 1 | 0 | 0 | 0 | 0 |",
         "| A | one number, with a setting fitted to such numbers | 1 | 1 | 0 | 0 | 0 | 0 |",
     ]
-    assert "With the share fitted." in page.text([paper], outcomes)
+    assert "With the share fitted." in page.paper_text(paper, outcomes)
 
 
 def test_a_star_in_a_key_is_the_mean_over_a_list(tmp_path) -> None:
@@ -723,7 +726,7 @@ def test_page_is_what_the_records_say(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_test_that_was_changed_stands_on_the_page_with_what_changed() -> None:
-    text = (page.ROOT / page.PAGE).read_text(encoding="utf-8")
+    text = (page.ROOT / page.JUDGING).read_text(encoding="utf-8")
     listed = text.partition("\n## Tests that were changed when their number was known\n")[2]
     changed = [claim for paper in PAPERS for claim in paper.claims if claim.changed is not None]
     assert len(changed) > 20
@@ -738,10 +741,13 @@ def test_page_check_notices_another_number(tmp_path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(page, "ROOT", tmp_path)
     assert page.main([]) == 0
     assert page.main(["--check"]) == 0
-    written = tmp_path / page.PAGE
-    written.write_text(written.read_text(encoding="utf-8").replace("not run yet**", "holds**", 1), encoding="utf-8")
-    assert page.main(["--check"]) == 2
-    assert "is not what the records say" in capsys.readouterr().err
+    for name, old, new in (("claims/paper.md", "not run yet**", "holds**"), ("claims.md", "not run yet", "hold")):
+        kept = (tmp_path / "docs" / name).read_text(encoding="utf-8")
+        assert old in kept
+        (tmp_path / "docs" / name).write_text(kept.replace(old, new, 1), encoding="utf-8")
+        assert page.main(["--check"]) == 2
+        assert f"docs/{name} is not what the records say" in capsys.readouterr().err
+        (tmp_path / "docs" / name).write_text(kept, encoding="utf-8")
 
 
 def test_page_check_notices_a_picture_of_other_numbers(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -753,19 +759,19 @@ def test_page_check_notices_a_picture_of_other_numbers(tmp_path, monkeypatch: py
         add_records(tmp_path / "r", [(row, record)])
     monkeypatch.setattr(page, "ROOT", tmp_path)
     assert page.main([]) == page.main(["--check"]) == 0
-    old = (tmp_path / "docs" / "claims_paper.png").read_bytes()
+    old = (tmp_path / "docs" / "claims" / "paper.png").read_bytes()
     (tmp_path / "r" / "records.jsonl").unlink()
     add_records(tmp_path / "r", [("b", record), ("a", {**record, "metrics": {METRIC: 0.7}})])
     assert page.main([]) == page.main(["--check"]) == 0
-    (tmp_path / "docs" / "claims_paper.png").write_bytes(old)
+    (tmp_path / "docs" / "claims" / "paper.png").write_bytes(old)
     assert page.main(["--check"]) == 2
-    assert "docs/claims_paper.png is not of the records" in capsys.readouterr().err
-    (tmp_path / "docs" / "claims_paper.png").unlink()
+    assert "docs/claims/paper.png is not of the records" in capsys.readouterr().err
+    (tmp_path / "docs" / "claims" / "paper.png").unlink()
     assert page.main(["--check"]) == 2
     (tmp_path / "r" / "records.jsonl").unlink()
-    (tmp_path / "docs" / "claims_paper.png").write_bytes(old)
+    (tmp_path / "docs" / "claims" / "paper.png").write_bytes(old)
     assert page.main([]) == page.main(["--check"]) == 0  # nothing to draw, so no picture
-    assert not (tmp_path / "docs" / "claims_paper.png").exists()
+    assert not (tmp_path / "docs" / "claims" / "paper.png").exists()
 
 
 def load(task: str, path: str) -> object:

@@ -98,7 +98,7 @@ def test_claims_that_say_otherwise_are_refused(repository, monkeypatch: pytest.M
     assert "table1-a should not say written: after its rows" in capsys.readouterr().err
     papers = read_papers(repository / page.CLAIMS)
     outcomes = {(paper.name, claim.name): page.outcome(claim, repository) for paper in papers for claim in paper.claims}
-    assert page.text(papers, outcomes).count(f"** {page.WRITTEN_AFTER} | [") == 2  # how each was tried
+    assert page.paper_text(papers[0], outcomes).count(f"** {page.WRITTEN_AFTER} | [") == 2  # how each was tried
 
 
 def test_without_a_whole_history_it_says_so(repository, tmp_path, monkeypatch, capsys) -> None:
