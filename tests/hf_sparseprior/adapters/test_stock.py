@@ -63,11 +63,11 @@ def test_swin_takes_a_support_in_its_first_two_stages_only():
     assert all(prior["decay"] for prior in layers)
 
 
-def test_weight_decay_leaves_the_scalars_alone():
+def test_weight_decay_leaves_the_scalars_alone(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     model = sp.apply_prior(STOCK["vit"].build(), "violin")
-    trainer = Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
     decayed = trainer.get_decay_parameter_names(model)
     assert decayed and not any(PRIOR_MODULE in name for name in decayed)
 
