@@ -25,7 +25,7 @@ check: lint
 # The kernels are compiled and the code is checked while pip, which uses one core, installs what the tasks need.
 test: $(VENV)/packages
 	@$(MAKE) lint & lint=$$!; $(MAKE) video && $(MAKE) heads && $(MAKE) dense && $(MAKE) robotics && $(MAKE) benchmark; tasks=$$?; wait $$lint && exit $$tasks
-	$(PYTEST)
+	$(PYTEST) --durations=40 --durations-min=5
 
 lint: install
 	$(RUN) -m ruff check .
