@@ -68,7 +68,7 @@ from tasks.common.parsers import compare_parser
 from tasks.common.processes import started
 from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
 from tasks.common.ray_queue import RayQueue
-from tasks.common.records import RECORDS, add_records, read_records
+from tasks.common.records import RECORDS, add_records, check_no_old, read_records
 from tasks.common.results import check_results, read_results
 from tasks.common.run_folder import (
     RESULTS,
@@ -306,8 +306,10 @@ def run_comparison(
 
     Raises:
         RunsFailed: with `jobs`, `shard` or `ray`, if runs failed; all others are done then.
+        ValueError: for options, folders and records that do not fit.
     """
     check_options(jobs, shard, ray)
+    check_no_old(records)
     names = list(dict.fromkeys(variants or comparison.configs))
     rows = [comparison.row(name, seed, out, records) for seed in comparison.seeds for name in names]
     found = []

@@ -169,6 +169,20 @@ def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 # ---- records of earlier versions ------------------------------------------------------------------------------------
 
 
+def old_files(folder: Path) -> list[Path]:
+    """The records that earlier versions left in a folder."""
+    return sorted(file for file in folder.glob("*/seed*.json") if OLD.fullmatch(file.name))
+
+
+def check_no_old(folder: Path) -> None:
+    """Raise ValueError if there are such records, which nobody would see."""
+    if files := old_files(folder):
+        raise ValueError(
+            f"{folder} has {len(files)} records of earlier versions, such as {files[0].relative_to(folder)}; "
+            f"python -m tasks.common.records {folder} brings them into {RECORDS}"
+        )
+
+
 def convert(folder: Path) -> int:
     """Bring FOLDER/ROW/seedN.json into FOLDER/records.jsonl and remove them. Returns how many there were.
 
@@ -177,7 +191,7 @@ def convert(folder: Path) -> int:
     Raises:
         ValueError: for a record that is damaged, or differs from one in the file; then nothing is changed.
     """
-    files = sorted(file for file in folder.glob("*/seed*.json") if OLD.fullmatch(file.name))
+    files = old_files(folder)
     new = [(file.parent.name, read_results(file)) for file in files]
     if wrong := [file for file, (_, record) in zip(files, new, strict=True) if file.stem != f"seed{record.get(SEED)}"]:
         raise ValueError(f"{wrong[0]} is no record of its seed")

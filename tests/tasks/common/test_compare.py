@@ -28,6 +28,7 @@ from tasks.common.comparison_table import spread, table
 from tasks.common.metrics import unpack_correct
 from tasks.common.queue import Queue, RunsFailed
 from tasks.common.records import add_records, read_records
+from tasks.common.records import main as records_main
 from tasks.common.results import write_results
 from tasks.common.run_folder import claim
 from tests.processes import IMPORTED, ROOT, script
@@ -189,6 +190,23 @@ def test_a_half_done_run_of_another_configuration_is_refused_before_anything_run
     message = r"seed1 is of another configuration \(.*learning_rate.*remove it or choose another --out"
     with pytest.raises(ValueError, match=message):
         run_comparison(load_comparison(finished[0]), tmp_path, tmp_path)
+
+
+def test_records_of_earlier_versions_are_brought_in_before_anything_runs(finished, tmp_path, monkeypatch, capsys):
+    path, records, results, _ = finished
+    forbid(monkeypatch)
+    for name, runs in results.items():
+        for record in runs:
+            write_results(tmp_path / "records" / name / f"seed{record['seed']}.json", record)
+    arguments = ["--config", str(path), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]
+    assert compare_main(arguments) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"has 4 records of earlier versions, such as dense/seed0.json; python -m tasks.common.records {tmp_path}"
+        in said
+    )
+    assert records_main([str(tmp_path / "records")]) == 0 and compare_main(arguments) == 0
+    assert (tmp_path / "records" / "records.jsonl").read_text() == (records / "records.jsonl").read_text()
 
 
 @pytest.mark.parametrize("option", ["--out", "--records"])
