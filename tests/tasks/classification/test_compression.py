@@ -17,6 +17,7 @@ from tasks.classification import evaluate as evaluation
 from tasks.classification import train as training
 from tasks.classification.compression import search_run
 from tasks.classification.config import check_config
+from tasks.common.records import read_records
 
 CONFIG = {
     "data": {"source": "digits", "limit_train": 160, "limit_validation": 40, "limit_test": 40},
@@ -235,7 +236,7 @@ def test_a_comparison_keeps_what_each_search_left(tmp_path, monkeypatch):
     del config["trainer"]["output_dir"], config["trainer"]["seed"]
     Path("config.yaml").write_text(yaml.safe_dump(config))
     assert compare.main(["--config", "config.yaml", "--records", "records"]) == 0
-    records = [json.loads(Path(f"records/dense/seed{seed}.json").read_text()) for seed in (0, 1)]
+    records = [read_records(Path("records"))["dense"][seed] for seed in (0, 1)]
     assert all(record["compression"]["achieved"] == pytest.approx(0.4, abs=0.01) for record in records)
     assert all(record["compression"]["parameters"]["after"] == record["parameters"] for record in records)
     assert Path("records/table.md").is_file()
