@@ -37,6 +37,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -327,14 +328,17 @@ def run_comparison(
     def collect() -> None:
         """Bring what finished runs left in their folders into the records, if it is not there yet."""
         kept = read_records(records)
-        missing = [row for row in rows if row.seed not in kept.get(row.name, {})]
-        add_records(records, [(row.name, record) for row in missing if (record := row.folder_record())], order)
+        new = []
+        for row in (row for row in rows if row.seed not in kept.get(row.name, {})):
+            with suppress(ValueError, OSError):  # of a run that failed, which says so itself and stops no other
+                if record := row.folder_record():
+                    new.append((row.name, record))
+        add_records(records, new, order)
 
     queue = make_queue(comparison.task, 1 if jobs is None and shard is not None else jobs, ray, rows, found, collect)
     if pending and shard is not None:
         check_locks(out)
-    if PartialState().is_main_process:
-        collect()
+    collect()  # by every process: to ask accelerate which one this is would settle how all of them are joined
     comparison.prepare(pending, [record for record in found if record is not None], command, queue)
     if queue is not None:
         numbers = range(len(rows)) if shard is None else shard.order(len(rows))
