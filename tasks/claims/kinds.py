@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -464,7 +465,10 @@ def number_in(root: Path, record: str, key: str) -> float | None:
     if not path.is_file():
         return None
     if path.name == RECORDS:
-        row, seed, key = key.split("/", 2)
+        place = re.fullmatch(r"([^/]+)/(\d+)/(.+)", key)
+        if place is None:
+            raise ValueError(f"{record}: key {key!r} must be ROW/SEED/KEY")
+        row, seed, key = place.groups()
         content = read_records(path.parent).get(row, {}).get(int(seed))
         if content is None:
             return None

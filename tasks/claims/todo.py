@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
+from tasks.claims.kinds import OfRecord, number_in
 from tasks.claims.page import CLAIMS, ROOT, compare_commands, core_hours
 from tasks.common.command import run_command
 from tasks.common.records import read_records
@@ -49,9 +50,12 @@ def hours(found: dict[Place, dict[str, set[int]]], root: Path) -> tuple[float, i
 
 def missing_analyses(papers: list[Paper], root: Path) -> list[str]:
     """Commands whose record is not there, of claims that read numbers of files."""
-    files = [file for paper in papers for claim in paper.claims for file in claim.files()]
-    found = [f"python -m {command}" for command, record in files if command and not (root / record).is_file()]
-    return list(dict.fromkeys(found))
+    claims = [claim for paper in papers for claim in paper.claims]
+    files = [(command, (root / record).is_file()) for claim in claims for command, record in claim.files()]
+    for claim in claims:  # a file of records may lack the one run that is read
+        if isinstance(claim.test, OfRecord):
+            files.append((claim.config, number_in(root, claim.test.record, claim.test.key) is not None))
+    return list(dict.fromkeys(f"python -m {command}" for command, is_there in files if command and not is_there))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -70,7 +70,7 @@ from tasks.common.processes import started
 from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
 from tasks.common.ray_queue import RayQueue
 from tasks.common.records import RECORDS, add_records, check_no_old, read_records
-from tasks.common.results import check_results, read_results
+from tasks.common.results import check_results
 from tasks.common.run_folder import (
     RESULTS,
     RUN_CONFIG,
@@ -79,6 +79,7 @@ from tasks.common.run_folder import (
     default_output_dir,
     finished_results,
     folder_differences,
+    results_of,
 )
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
@@ -324,25 +325,26 @@ def run_comparison(
         check_place(records, "--records")
 
     order = list(comparison.configs)
+    every = [comparison.row(name, seed, out, records) for seed in comparison.seeds for name in order]
 
     def collect() -> None:
         """Bring what finished runs left in their folders into the records, if it is not there yet."""
         kept = read_records(records)
-        new = []
-        for row in (row for row in rows if row.seed not in kept.get(row.name, {})):
-            with suppress(ValueError, OSError):  # of a run that failed, which says so itself and stops no other
-                if record := row.folder_record():
-                    new.append((row.name, record))
-        add_records(records, new, order)
+        missing = [row for row in every if row.seed not in kept.get(row.name, {})]
+        add_records(records, [(row.name, record) for row in missing if (record := row.folder_record())], order)
 
     queue = make_queue(comparison.task, 1 if jobs is None and shard is not None else jobs, ray, rows, found, collect)
     if pending and shard is not None:
         check_locks(out)
+        check_locks(records)
     collect()  # by every process: to ask accelerate which one this is would settle how all of them are joined
     comparison.prepare(pending, [record for record in found if record is not None], command, queue)
     if queue is not None:
         numbers = range(len(rows)) if shard is None else shard.order(len(rows))
-        queue.run([rows[number].job(command) for number in numbers if found[number] is None])
+        try:
+            queue.run([rows[number].job(command) for number in numbers if found[number] is None])
+        finally:
+            collect()  # what others did meanwhile, too
         found = [row.record() for row in rows]
     done: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number, (row, record) in enumerate(zip(rows, found, strict=True), start=1):
@@ -399,13 +401,14 @@ class Row:
         return record
 
     def folder_record(self) -> dict[str, Any] | None:
-        """What its folder's results become in the records; None if it is not done, or the folder is another run's."""
-        results = self.folder / RESULTS
-        if not (self.folder / RUN_CONFIG).exists() or not results.exists():
-            return None
-        if folder_differences(self.folder, self.identity):
-            return None
-        return record_of(read_results(results), results, self.metric)
+        """What its folder's results become in the records; None if it is not done, or the folder is another run's.
+
+        Results that are damaged or lack something are none: the run finds them itself, fails, and stops no other.
+        """
+        with suppress(ValueError, OSError):
+            if results := results_of(self.folder, self.identity):
+                return record_of(results, self.folder / RESULTS, self.metric)
+        return None
 
     def check_folder(self) -> None:
         """Raise ValueError if its folder belongs to another run."""
@@ -502,8 +505,8 @@ def check_one_checkpoint(records: Iterable[Mapping[str, Any]]) -> None:
         if len(checksums) > 1:
             raise ValueError(
                 f"runs with model.pretrained={folder} started from {len(checksums)} checkpoints "
-                f"({', '.join(sorted(checksums))}), not from one; remove the records of the others or choose another "
-                "--records"
+                f"({', '.join(sorted(checksums))}), not from one; remove the records and "
+                "folders of the others, or choose another --records and --out"
             )
 
 
@@ -517,7 +520,7 @@ def check_one_file(records: Iterable[Mapping[str, Any]]) -> None:
         if len(checksums) > 1:
             raise ValueError(
                 f"runs with data.path={path} learned from {len(checksums)} files ({', '.join(sorted(checksums))}), not "
-                "from one; remove the records of the others or choose another --records"
+                "from one; remove the records and folders of the others, or choose another --records and --out"
             )
 
 

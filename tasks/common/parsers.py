@@ -83,7 +83,7 @@ def compare_parser(
     )
     parser.add_argument("--config", required=True, help=config)
     parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/TASK/NAME")
-    parser.add_argument("--records", type=Path, help="folder of one record a run, table and picture; default: --out")
+    parser.add_argument("--records", type=Path, help="folder of records.jsonl, table and picture; default: --out")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
     parser.add_argument(

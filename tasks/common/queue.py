@@ -3,7 +3,7 @@ With GPUs each process sees one of them, in turn.
 
 The processes are forked from a server that has imported what they need (multiprocessing's). A run that fails does not
 stop the others. One that is killed is put back, and goes on from its last checkpoint. One that another process does
-already is left to it, and done here if that ends without a record. On SIGTERM and Ctrl-C the runs save checkpoints and
+already is left to it, and done here if that ends without results. On SIGTERM and Ctrl-C the runs save checkpoints and
 end; when this process is killed they notice it and do the same.
 """
 

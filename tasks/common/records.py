@@ -26,10 +26,10 @@ from typing import Any
 from hf_sparseprior.base.files import write_text
 from tasks.common import commands
 from tasks.common.command import run_command
-from tasks.common.locks import REPORT_LOCK, turn
+from tasks.common.locks import turn
 from tasks.common.results import finite_or_null, read_results
 
-RECORDS = "records.jsonl"
+RECORDS, LOCK = "records.jsonl", "records.lock"
 SHARED, ROW, SEED = "shared", "row", "seed"
 OLD = re.compile("seed(0|[1-9][0-9]*)[.]json")
 OLD_TABLES = re.compile("summary[.]json|differences(_.*)?[.]json")
@@ -61,7 +61,7 @@ def read_records(folder: Path) -> ByRow:
 def _parsed(file: Path) -> ByRow:
     found: ByRow = {}
     shared: Mapping[str, Any] = {}
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             line = json.loads(text)
             if number == 1:
@@ -69,7 +69,8 @@ def _parsed(file: Path) -> ByRow:
                 continue
             row, seed = str(line.pop(ROW)), int(line[SEED])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{file}, line {number} is damaged ({type(error).__name__}: {error}); remove it") from None
+            way_out = "restore the file, all others need that line" if number == 1 else "remove it"
+            raise ValueError(f"{file}, line {number} is damaged ({type(error).__name__}: {error}); {way_out}") from None
         _put(found, row, seed, _merged(shared, line), file)
     return found
 
@@ -99,7 +100,7 @@ def add_records(folder: Path, new: Iterable[tuple[str, Record]], order: Sequence
     if not new:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with turn(folder / REPORT_LOCK):  # commands that do a comparison together end together
+    with turn(folder / LOCK):
         found = {row: dict(runs) for row, runs in read_records(folder).items()}
         for row, record in new:
             _put(found, row, record[SEED], finite_or_null(record), folder / RECORDS)
@@ -191,6 +192,8 @@ def convert(folder: Path) -> int:
     Raises:
         ValueError: for a record that is damaged, or differs from one in the file; then nothing is changed.
     """
+    if not folder.is_dir():
+        raise OSError(f"{folder} is not a folder")
     files = old_files(folder)
     new = [(file.parent.name, read_results(file)) for file in files]
     if wrong := [file for file, (_, record) in zip(files, new, strict=True) if file.stem != f"seed{record.get(SEED)}"]:

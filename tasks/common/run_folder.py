@@ -88,12 +88,11 @@ def finished_results(
             something else, unless `overwrite`.
         OSError: if the run is not done and there can be no such folder.
     """
-    claimed = (out / RUN_CONFIG).exists()
-    differences = folder_differences(out, config) if claimed else []
-    if claimed and not differences and (out / RESULTS).exists():
-        results = read_results(out / RESULTS)
+    if (results := results_of(out, config)) is not None:
         check_results(out / RESULTS, results, needed)
         return results
+    claimed = (out / RUN_CONFIG).exists()
+    differences = folder_differences(out, config) if claimed else []
     if not mine and (user := holder(out / LOCK)):
         raise _in_use(out, field, user)
     if differences and not overwrite:
@@ -107,6 +106,13 @@ def finished_results(
     if not claimed and out.exists() and any(path.name not in left for path in out.iterdir()):
         raise ValueError(f"{field}={out} is not empty and not of this program; choose another folder")
     return None
+
+
+def results_of(out: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The results in a folder; None if it has none, or is another run's. ValueError if they are damaged."""
+    if not (out / RUN_CONFIG).exists() or not (out / RESULTS).exists() or folder_differences(out, config):
+        return None
+    return read_results(out / RESULTS)
 
 
 def _in_use(out: Path, field: str, user: str | None) -> InUse:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tasks.common.images.model import MODEL_EXTRAS
 from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.models import section_family
 from tasks.fullsize.commands import ROOT
@@ -72,7 +73,7 @@ def _built(run: PaperRun, model: dict[str, Any]) -> nn.Module:
 
 
 def _of_family(model: Mapping[str, Any], kind: str) -> nn.Module:
-    options = {key: value for key, value in model.items() if key not in ("family", "preset", "classifier_init_std")}
+    options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     family = section_family(model)
     return getattr(family, kind)(family.make_config(model.get("preset"), **options))
 

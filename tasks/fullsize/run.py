@@ -143,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
             write_text(FILE, json.dumps(counts, indent=0) + "\n")
         if arguments.list or arguments.count:
             known = json.loads(FILE.read_text(encoding="utf-8"))
+            if missing := runs.keys() - known.keys():
+                raise ValueError(f"{FILE} lacks {min(missing)}; --count writes it anew")
             print(
                 "\n".join(f"{known[name] / 1e6:7.1f} M  {runs[name].task} {name}" for name in arguments.names or runs)
             )

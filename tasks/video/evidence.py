@@ -46,7 +46,9 @@ def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """
     if not (folder / records.RECORDS).is_file():
         raise OSError(f"{folder} has no {records.RECORDS}; it is not the --records of a comparison")
-    found = {row: list(runs.values()) for row, runs in records.read_records(folder).items()}
+    if not (kept := records.read_records(folder)):
+        raise ValueError(f"{folder / records.RECORDS} has no runs")
+    found = {row: list(runs.values()) for row, runs in kept.items()}
     for row, runs in found.items():
         if any(PLAYING not in record["metrics"] for record in runs):
             raise ValueError(f"{folder / records.RECORDS}: {row} has records of something else than motion clips")

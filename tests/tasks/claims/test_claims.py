@@ -543,6 +543,20 @@ def test_costs_count_each_run_once(tmp_path) -> None:
     assert lines[2:] == ["| A | 5 | 30 | 15 | 1 | 1.0 |", "| B | 1 | 15 | 1 | 1 | 1.0 |"]
 
 
+def test_a_run_of_which_one_number_is_read_may_be_missing_among_others(tmp_path) -> None:
+    value = {"record": "r/records.jsonl", "key": "a/0/parameters", "expected": 7, "tolerance": 0}
+    entry = {"where": "Table 4", "claim": "It has 7.", "paper": "7", "config": "tasks.own", "test": {"value": value}}
+    paper = read(tmp_path, {**GOOD, "claims": {"table4-a": entry}, "central": []})
+    add_records(tmp_path / "r", [("b", {"seed": 0, "parameters": 7})])
+    assert todo.missing_analyses([paper], tmp_path) == ["python -m tasks.own"]
+    assert page.outcome(paper.claims[0], tmp_path).verdict == NOT_YET
+    add_records(tmp_path / "r", [("a", {"seed": 0, "parameters": 7})])
+    assert todo.missing_analyses([paper], tmp_path) == []
+    assert page.outcome(paper.claims[0], tmp_path).verdict == HOLDS
+    with pytest.raises(ValueError, match=r"r/records\.jsonl: key 'a/0' must be ROW/SEED/KEY"):
+        number_in(tmp_path, "r/records.jsonl", "a/0")
+
+
 def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
     paper = read(tmp_path, GOOD)
     [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]

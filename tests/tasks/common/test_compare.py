@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,6 +152,27 @@ def test_nothing_is_done_twice(finished, monkeypatch, tmp_path):
     assert run_comparison(load_comparison(path), tmp_path, records, ["violin", "violin"]) == {
         "violin": results["violin"]
     }
+
+
+def test_nobody_asks_how_processes_are_joined_before_the_first_run(finished, tmp_path, monkeypatch):
+    """Who asks accelerate first settles it, and that is the task, which may want the CPU and its own timeout."""
+    path, _, results, _ = finished
+    asked = []
+
+    def run(task, config, **_):
+        assert asked == []
+        return {**results["dense"][0], "config": config}
+
+    def state():
+        asked.append(None)
+        return SimpleNamespace(is_main_process=True)
+
+    monkeypatch.setattr(compare, "PartialState", state)
+    monkeypatch.setattr(compare, "run", run)
+    comparison = load_comparison(path)
+    comparison.seeds = [0]
+    run_comparison(comparison, tmp_path, tmp_path, ["dense"])
+    assert asked
 
 
 def test_one_more_seed_runs_only_that(finished, tmp_path, monkeypatch):
@@ -494,6 +516,48 @@ def test_a_queue_names_what_failed_after_the_others_are_done(finished, tmp_path,
     printed = capsys.readouterr()
     assert "dense, seed 1: no reason" in printed.err and "(1 seed)" in printed.out
     assert (tmp_path / "table.md").read_text().strip() in printed.out
+
+
+def test_results_that_lack_something_fail_that_run_and_stop_no_other(finished, tmp_path, monkeypatch, capsys):
+    """Before a queue, while its runs end, and when the command is given again."""
+    path, _, results, _ = finished
+    by_config = {(r["prior"], r["seed"]): r for runs in results.values() for r in runs}
+
+    def run(queue, jobs):
+        assert "dense, seed 0" in [job.name for job in jobs]
+        for job in jobs:
+            config = job.arguments[1]
+            claim(job.folder, config)
+            content = {**by_config[config["model"]["prior"], config["trainer"]["seed"]], "config": config}
+            if job.name == "dense, seed 0":
+                content["metrics"] = {"test_accuracy": None}
+            write_results(job.folder / "results.json", content)
+            queue.when_done()
+        raise RunsFailed("1 of 4 runs failed:\ndense, seed 0: it lacks metrics.test_accuracy (x.log)")
+
+    monkeypatch.setattr(Queue, "run", run)
+    for _ in range(2):
+        assert compare_main(["--config", str(path), "--out", str(tmp_path), "--jobs", "2"]) == 1
+        assert "it lacks metrics.test_accuracy" in capsys.readouterr().err
+        kept = {row: list(runs) for row, runs in read_records(tmp_path).items()}
+        assert kept == {"dense": [1], "violin": [0, 1]}
+
+
+def test_what_another_command_did_meanwhile_is_in_the_records(finished, tmp_path, monkeypatch):
+    path, _, results, _ = finished
+    comparison = load_comparison(path)
+
+    def run(queue, jobs):  # all rows are done, though this command does dense alone, and nothing says so
+        for name, runs in results.items():
+            for record in runs:
+                row = comparison.row(name, record["seed"], tmp_path, tmp_path)
+                claim(row.folder, row.config)
+                write_results(row.folder / "results.json", {**record, "config": row.config})
+
+    monkeypatch.setattr(Queue, "run", run)
+    found = run_comparison(comparison, tmp_path, tmp_path, ["dense"], jobs=2)
+    assert list(found) == ["dense"]
+    assert {row: list(runs) for row, runs in read_records(tmp_path).items()} == {"dense": [0, 1], "violin": [0, 1]}
 
 
 def test_a_queue_starts_seeds_in_turn_and_only_what_is_missing(finished, tmp_path, monkeypatch):

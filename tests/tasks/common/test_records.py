@@ -103,14 +103,16 @@ def test_the_same_record_again_writes_nothing_and_another_one_is_refused(tmp_pat
         ('{"shared": {}}\n[]', 2),
         ('{"shared": {}}\nnull', 2),
         ("text", 1),
+        (b"\xff", 1),
     ],
 )
 def test_a_damaged_line_is_named(content, line, tmp_path):
-    (tmp_path / "records.jsonl").write_text(content)
+    (tmp_path / "records.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     if line is None:
         assert read_records(tmp_path) == {}
         return
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/records.jsonl, line {line} is damaged \(.*\); remove it$"):
+    way_out = "restore the file, all others need that line" if line == 1 else "remove it"
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/records.jsonl, line {line} is damaged \(.*\); {way_out}$"):
         read_records(tmp_path)
 
 
@@ -184,6 +186,11 @@ def test_a_damaged_record_of_earlier_versions_is_named_and_nothing_moved(content
     with pytest.raises(ValueError, match=r"dense/seed0.json is (damaged|no record of its seed)"):
         convert(tmp_path)
     assert not (tmp_path / "records.jsonl").exists() and (tmp_path / "dense" / "seed1.json").is_file()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+    assert records.main([str(tmp_path / "nowhere")]) == 2
+    assert f"{tmp_path}/nowhere is not a folder" in capsys.readouterr().err
 
 
 # ---- the repository's own -------------------------------------------------------------------------------------------
