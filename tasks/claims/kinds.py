@@ -369,7 +369,7 @@ class Best(Kind):
         verdict = FAILS if above else HOLDS if len(below) == len(self.rows) - 1 else OPEN
         place = sorted(found.values(), reverse=True).index(found[self.row]) + 1
         seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
-        text = f"{place}. of {len(found)} by the mean, {found[self.row]:.2f}; told above {len(below)}, below "
+        text = f"rank {place} of {len(found)}, mean {found[self.row]:.2f}; significantly above {len(below)}, below "
         return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", could_tell(list(apart.values())))
 
 
@@ -404,7 +404,7 @@ class Every(Kind):
         verdict = FAILS if below else HOLDS if len(above) == len(apart) else OPEN
         named = f" ({', '.join(below)})" if below else ""
         seeds = count_of_seeds(min(len(found.by_seed) for found in apart))
-        text = f"of {len(apart)} told above {len(above)}, below {len(below)}{named} ({seeds})"
+        text = f"significantly above {len(above)} of {len(apart)}, below {len(below)}{named} ({seeds})"
         return Outcome(verdict, text, could_tell(apart))
 
 

@@ -61,8 +61,8 @@ pages did not change what stands for a claim. Claims were compared with the pape
 run: {WRITTEN_AFTER} beside a verdict says that the claim was written when all its runs had a record
 (`python -m tasks.claims.history`), and the last section has each test that was changed then.
 
-- **{VERDICTS[0]}**, **{VERDICTS[1]}**: our rule tells it. {RULE}
-- **{VERDICTS[2]}**: the rule tells neither.
+- **{VERDICTS[0]}**, **{VERDICTS[1]}**: significant by our rule. {RULE}
+- **{VERDICTS[2]}**: neither is significant.
 - **{VERDICTS[3]}**: some of the runs are missing, and a number is of those that are there. **{VERDICTS[4]}**: with the
   reason in place of a number.
 
@@ -76,7 +76,7 @@ tell the smallest one that passes, and an order does not hold if the opposite or
 correlations of trained models need {FEWEST} seeds of each row, too; with fewer, their interval and p are of those seeds
 alone. A claim about several differences holds if each is told, and does not if one is told the other way. If no row
 differed, each difference would be told the other way with a chance of one in 40, and one of 19 of them with up to 38 %.
-"5. of 9" is the fifth of nine rows by the mean.
+Ranks are by the mean; "significantly" is by the rule.
 
 Runs that share one pretrained model, as Sparsifiner's, differ only in what comes after it, so that their intervals and
 "could tell" are of that model. {MIXED}: rows of a seed were trained on different processors, which round differently;

@@ -279,9 +279,9 @@ SPREAD = np.array([0, 0.001, -0.001, 0.002, -0.002])
 @pytest.mark.parametrize(
     ("levels", "verdict", "counts"),
     [
-        ({"a": 0.6, "b": 0.61, "c": 0.65}, HOLDS, "of 3 told above 3, below 0 (5 seeds)"),
-        ({"a": 0.6, "b": 0.5, "c": 0.65}, OPEN, "of 3 told above 2, below 0 (5 seeds)"),
-        ({"a": 0.6, "b": 0.4, "c": 0.65}, FAILS, "of 3 told above 2, below 1 (b) (5 seeds)"),
+        ({"a": 0.6, "b": 0.61, "c": 0.65}, HOLDS, "significantly above 3 of 3, below 0 (5 seeds)"),
+        ({"a": 0.6, "b": 0.5, "c": 0.65}, OPEN, "significantly above 2 of 3, below 0 (5 seeds)"),
+        ({"a": 0.6, "b": 0.4, "c": 0.65}, FAILS, "significantly above 2 of 3, below 1 (b) (5 seeds)"),
     ],
 )
 def test_every_row_is_above(levels: dict, verdict: str, counts: str) -> None:
