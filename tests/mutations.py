@@ -180,7 +180,11 @@ MUTATIONS = (
     Mutation("another run's folder is taken", "if differences and not overwrite:", "if False:", RUNS, NOT_VIDEO),
     Mutation("a cut checkpoint counts as whole", 'return f"{name} is missing"', "continue", RUNS, NOT_VIDEO),
     Mutation(
-        "the oldest run's results are read", "if claimed and not differences and", "if claimed and", RUNS, NOT_VIDEO
+        "another run's results are read",
+        "not (out / RESULTS).exists() or folder_differences(out, config)",
+        "not (out / RESULTS).exists()",
+        "test_run_folder.py test_run.py test_compare_again.py",
+        "not video",
     ),
 )
 
