@@ -183,7 +183,7 @@ MUTATIONS = (
         "another run's results are read",
         "not (out / RESULTS).exists() or folder_differences(out, config)",
         "not (out / RESULTS).exists()",
-        "test_run_folder.py test_run.py test_compare_again.py",
+        "test_run_folder.py test_run.py test_compare.py",
         "not video",
     ),
 )
