@@ -327,14 +327,15 @@ def explain_decay(decay: Any, arguments: argparse.Namespace, time: Time = "frame
     """Curves and decay masks of a decay at the middle of its initial interval, and their pictures."""
     grid, seen_grid = arguments.grid, own_grid(arguments.grid, time)
     tokens, size = math.prod(grid), size_of(grid)
-    low, high = initial_beta(decay)
+    low, high, std = initial_beta(decay)
+    also = f" + N(0, {std:g})" if std else ""
     beta = (low + high) / 2
     gamma = torch.sigmoid(torch.tensor(beta, dtype=torch.float64)).item()
     plan = AttentionPlan(LayerKey(arguments.heads, grid, time=time), arguments.prefix, DENSE, decay)
     positions = torch.tensor(plan.build_table("positions"))
     curves = position_names(decay, positions.shape[0])
-    print(f"{decay['name']} on a {size} grid, init {decay['init']}: beta ~ U({low:g}, {high:g})")
-    print(f"placement {decay['placement']}: {PLACEMENTS[decay['placement']]}")
+    print(f"{decay['name']} on a {size} grid, init {decay['init']}: beta ~ U({low:g}, {high:g}){also}")
+    print(f"placement {decay['placement']}: {PLACEMENTS[decay['placement']]}, alpha scales the {decay['alpha_scales']}")
     print(f"shown for beta = {beta:g}, gamma = {gamma:.6f}\n")
     print(f"{'curve':<10}  {'first ranks':<24}  {'mean step':>9}  {'smallest M':>10}  {'mean M':>7}")
     masks = {}

@@ -84,24 +84,31 @@ def _softmax_of_present(logits: Tensor, presence: Tensor) -> Tensor:
 
 def _decayed_logits(decay: DecayTensors, decay_HTT: Tensor, logits: Tensor) -> Tensor:
     """The logits with alpha, and with M if it acts before the softmax (`decay.PLACEMENTS`)."""
-    placement, alpha_H = decay_placement(decay), decay.get("alpha")
-    alpha = None if alpha_H is None else alpha_H.to(logits.dtype).view(-1, 1, 1)
-    if placement in ("multiply", "residual"):
-        factor = decay_HTT if placement == "multiply" else 1.0 + decay_HTT
-        return logits * (factor if alpha is None else factor * alpha)
-    logits = logits if alpha is None else logits * alpha
-    return logits + (decay_HTT - 1.0) if placement == "add" else logits
+    placement, of_logits, of_mask = decay_placement(decay), *_alpha(decay, logits.dtype)
+    if placement == "multiply":
+        return logits * (decay_HTT * of_logits * of_mask)
+    if placement == "residual":
+        return logits * (of_logits * (1.0 + of_mask * decay_HTT))
+    return logits * of_logits + (of_mask * (decay_HTT - 1.0) if placement == "add" else 0.0)
 
 
 def _decayed_weights(decay: DecayTensors, decay_HTT: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
     """The softmax's weights, with M if it acts after the softmax. Pairs outside the support stay as they are."""
-    placement = decay_placement(decay)
+    placement, (_, alpha) = decay_placement(decay), _alpha(decay, weights.dtype)
     if placement == "multiply_after":
-        return weights * (decay_HTT if mask is None else decay_HTT.masked_fill(~mask, 1.0))
+        factor = alpha * decay_HTT
+        return weights * (factor if mask is None else factor.masked_fill(~mask, 1.0))
     if placement in ("add_after", "add_after_as_printed"):
-        added = decay_HTT - 1.0 if placement == "add_after" else decay_HTT
+        added = alpha * (decay_HTT - 1.0 if placement == "add_after" else decay_HTT)
         return weights + (added if mask is None else added.masked_fill(~mask, 0.0))
     return weights
+
+
+def _alpha(decay: DecayTensors, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
+    """The factors of the logits and of M, each (H, 1, 1) or 1: alpha and 1, or 1 and alpha."""
+    alpha_H = decay.get("alpha")
+    alpha = 1.0 if alpha_H is None else alpha_H.to(dtype).view(-1, 1, 1)
+    return (1.0, alpha) if decay.get("alpha_scales") == "mask" else (alpha, 1.0)
 
 
 def dense_decay(request: AttentionRequest, dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,7 @@ class ResolvedDecay(TypedDict):
     learn_beta: bool
     learn_prefix: bool
     placement: Placement
+    alpha_scales: NotRequired[str]
     gamma: float | None
 
 

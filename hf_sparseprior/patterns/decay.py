@@ -14,7 +14,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,19 +30,36 @@ from hf_sparseprior.patterns.curves import CURVES, TRANSPOSED_SUFFIX, curve_name
 
 DECAYS: dict[str, type[Decay]] = {}
 
-# alpha ~ N(mean, std) and beta ~ U(low, high), in the order (mean, std, low, high).
-INIT_PRESETS: dict[str, tuple[float, float, float, float]] = {
-    "pretrain": (1.0, 0.0, 5.0, 9.0),  # VIOLIN D.1: beta ~ U(5, 9)
-    "pretrain_gamma": (1.0, 0.0, 4.0, 8.5),  # the interval of gamma that D.1 prints, (0.9820, 0.9998)
-    "finetune": (1.0, 0.02, 15.0, 20.0),  # VIOLIN D.1: alpha around 1, beta ~ U(15, 20); the mask hardly moves
-    "moving": (1.0, 0.0, 6.0, 8.0),  # ours: for fine-tuning with a mask that is visibly below 1 and can move
-    "identity": (1.0, 0.0, 20.0, 20.0),  # ours: the base model to 1e-5, for adapters and for stock models
-    "zeros": (1.0, 0.0, 0.0, 0.0),  # VIOLIN Table 15, first row, names no values; ours: beta = 0, so gamma = 0.5
+
+class Init(NamedTuple):
+    """How the scalars of a decay start: alpha ~ N(alpha_mean, alpha_std), beta ~ U(beta_low, beta_high), and to beta
+    N(0, beta_std) is added.
+    """
+
+    alpha_mean: float
+    alpha_std: float
+    beta_low: float
+    beta_high: float
+    beta_std: float = 0.0
+
+
+INIT_PRESETS: dict[str, Init] = {
+    "pretrain": Init(1.0, 0.0, 5.0, 9.0),  # VIOLIN D.1: beta ~ U(5, 9)
+    "pretrain_gamma": Init(1.0, 0.0, 4.0, 8.5),  # the interval of gamma that D.1 prints, (0.9820, 0.9998)
+    "pretrain_published": Init(0.0, 0.5, 5.0, 9.0),  # the authors' DeiT and DINO code; the paper is silent on alpha
+    "finetune": Init(1.0, 0.02, 15.0, 20.0),  # VIOLIN D.1: alpha around 1, beta ~ U(15, 20); the mask hardly moves
+    "moving": Init(1.0, 0.0, 6.0, 8.0),  # ours: for fine-tuning with a mask that is visibly below 1 and can move
+    "identity": Init(1.0, 0.0, 20.0, 20.0),  # ours: the base model to 1e-5, for adapters and for stock models
+    # VIOLIN Table 15, first row, names no values: ours is beta = 0, so gamma = 0.5; the authors' code draws both.
+    "zeros": Init(1.0, 0.0, 0.0, 0.0),
+    "zeros_published": Init(0.0, 0.5, 0.0, 0.0, 0.5),
 }
 INIT_KEYS = ("alpha_mean", "alpha_std", "beta_low", "beta_high")
+ALPHA_SCALES = ("logits", "mask")
 
 # Where M acts, with A = alpha * Q K^T / sqrt(d_h) and S the softmax (VIOLIN Table 14). Decays of adapters start at M =
-# 1, where all but the last two leave a pretrained model as it is.
+# 1, where all but the last two leave a pretrained model as it is. With alpha_scales="mask" A is without alpha and M is
+# alpha * M, as in the authors' code; in a product both are the same.
 PLACEMENTS: dict[Placement, str] = {
     "multiply": "S(A * M)",  # VIOLIN Eq. 12
     # S(A + M), which is the same: a constant that is added to all logits does not change a softmax. In this form it
@@ -109,6 +126,13 @@ def check_placement(placement: Any) -> Placement:
     return placement
 
 
+def check_alpha_scales(scaled: Any) -> str:
+    """A name of `ALPHA_SCALES`."""
+    if scaled not in ALPHA_SCALES:
+        raise ValueError(f"alpha_scales={scaled!r} must be one of {', '.join(ALPHA_SCALES)}")
+    return str(scaled)
+
+
 def check_gamma(gamma: float | None) -> float | None:
     """None, or a number above 0 and below 1."""
     gamma = python_value(gamma)
@@ -125,31 +149,39 @@ def check_start(start: str) -> str:
     return start
 
 
-def init_values(init: str | dict[str, float]) -> tuple[float, float, float, float]:
-    """(alpha mean, alpha std, beta low, beta high) of a preset's name or of a dict with those four keys."""
-    if isinstance(init, str):
-        if init not in INIT_PRESETS:
-            raise ValueError(f"init={init!r} must be one of {', '.join(INIT_PRESETS)}, or a dict of {INIT_KEYS}")
+def init_values(init: str | Mapping[str, float]) -> Init:
+    """The values of a preset's name, or of a dict with those of `INIT_KEYS` and perhaps `beta_std`."""
+    allowed = f"one of {', '.join(INIT_PRESETS)}, or a dict of {INIT_KEYS}"
+    if isinstance(init, str) and init in INIT_PRESETS:
         return INIT_PRESETS[init]
     if not isinstance(init, Mapping):
-        raise ValueError(f"init={init!r} must be one of {', '.join(INIT_PRESETS)}, or a dict of {INIT_KEYS}")
-    check_keys(init, INIT_KEYS, "decay init")
+        raise ValueError(f"init={init!r} must be {allowed}")
+    check_keys(init, Init._fields, "decay init")
     if missing := [key for key in INIT_KEYS if key not in init]:
         raise ValueError(f"init={init!r} lacks {', '.join(missing)}")
-    numbers = [python_value(init[key]) for key in INIT_KEYS]
-    if all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
-        mean, std, low, high = (float(number) for number in numbers)
-        if std >= 0 and low <= high:
-            return mean, std, low, high
-    raise ValueError(f"init={init!r} needs finite numbers, alpha_std of 0 or more, beta_low not above beta_high")
+    numbers = {key: python_value(value) for key, value in init.items()}
+    if all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers.values()):
+        values = Init(**{key: float(number) for key, number in numbers.items()})
+        if values.alpha_std >= 0 and values.beta_std >= 0 and values.beta_low <= values.beta_high:
+            return values
+    raise ValueError(
+        f"init={init!r} needs finite numbers, alpha_std and beta_std of 0 or more, beta_low not above beta_high"
+    )
 
 
-def initial_beta(settings: Settings) -> tuple[float, float]:
-    """The interval that beta is drawn from: that of `init`, or a single point if `gamma` is given."""
+def initial_beta(settings: Settings) -> tuple[float, float, float]:
+    """(low, high, std) of beta ~ U(low, high) + N(0, std): those of `init`, or a single point if `gamma` is given."""
     if settings["gamma"] is None:
         return init_values(settings["init"])[2:]
     beta = math.log(settings["gamma"]) - math.log1p(-settings["gamma"])
-    return beta, beta
+    return beta, beta, 0.0
+
+
+def drawn_beta(shape: Sequence[int], dtype: torch.dtype, start: tuple[float, float, float]) -> Tensor:
+    """beta ~ U(low, high) + N(0, std), from torch's generator."""
+    low, high, std = start
+    beta = torch.empty(tuple(shape), dtype=dtype).uniform_(low, high)
+    return beta + std * torch.randn(beta.shape, dtype=dtype) if std else beta
 
 
 class Decay(nn.Module):
@@ -178,6 +210,7 @@ class Decay(nn.Module):
         "learn_beta": True,  # False: gamma stays as initialised
         "learn_prefix": False,  # True: a learned gamma for the rows and columns of prefix tokens instead of 1
         "placement": "multiply",  # one of PLACEMENTS
+        "alpha_scales": "logits",  # or "mask": what alpha is a factor of
         "gamma": None,  # a number: gamma of every curve and head at the start, which replaces init's beta
     }
 
@@ -220,6 +253,7 @@ class Decay(nn.Module):
         return {
             **checked,
             "placement": check_placement(settings["placement"]),
+            "alpha_scales": check_alpha_scales(settings["alpha_scales"]),
             "gamma": check_gamma(settings["gamma"]),
         }
 
@@ -246,13 +280,13 @@ class Decay(nn.Module):
 
     def initial_values(self) -> dict[str, Tensor]:
         """Initial values of every scalar, drawn from torch's generator as `init` says."""
-        mean, std, low, high = init_values(self.settings["init"])
+        init = init_values(self.settings["init"])
         dtype = self.beta.dtype  # given, because loading in half precision makes that the default dtype
-        values = {"beta": torch.empty(self.beta.shape, dtype=dtype).uniform_(*initial_beta(self.settings))}
+        values = {"beta": drawn_beta(self.beta.shape, dtype, initial_beta(self.settings))}
         if self.alpha is not None:
-            values["alpha"] = mean + std * torch.randn(self.alpha.shape, dtype=dtype)
+            values["alpha"] = init.alpha_mean + init.alpha_std * torch.randn(self.alpha.shape, dtype=dtype)
         if self.prefix_beta is not None:
-            values["prefix_beta"] = torch.empty(self.prefix_beta.shape, dtype=dtype).uniform_(low, high)
+            values["prefix_beta"] = drawn_beta(self.prefix_beta.shape, dtype, init[2:])
         return values
 
     @torch.no_grad()

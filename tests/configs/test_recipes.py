@@ -63,7 +63,7 @@ STARTS += ["classification/deit_tiny_384.yaml"]
 # With the schedule of recipes/paired.yaml.
 PAIRED = (
     *("#paired", "/curve_order.yaml", "/families_small.yaml", "/fib_batch.yaml"),
-    *("/vio_paired.yaml", "/vio_paired_projection.yaml"),
+    *("/vio_paired.yaml", "/vio_paired_projection.yaml", "/vio_published.yaml"),
 )
 
 

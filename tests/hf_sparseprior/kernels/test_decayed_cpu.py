@@ -25,7 +25,7 @@ def test_agrees_with_the_reference(cpp, decay, dtype):
 def test_any_gamma(cpp, decay):
     """From gamma = 0.0001, whose powers leave float32, to gamma = 1."""
     grid = (14, 14)
-    betas = [-3.0, -1.0, 0.0, 1.0, 3.0, 8.0, 20.0, *(sum(init_values(name)[2:]) / 2 for name in INIT_PRESETS)]
+    betas = [-3.0, -1.0, 0.0, 1.0, 3.0, 8.0, 20.0, *(sum(init_values(name)[2:4]) / 2 for name in INIT_PRESETS)]
     if decay == "violin":
         # Just below and above where positions are cut in two, gamma^195 = exp(-80), and where 16 parts are not enough.
         betas += [0.676, 0.683, -6.55, -6.57, -9.0]

@@ -264,35 +264,43 @@ def test_scalars_are_drawn_in_full_precision_whatever_the_default_dtype(default_
 
 # ---- initial values -------------------------------------------------------------------------------------------------
 
-PRESETS = {  # alpha mean, alpha std, beta low, beta high: VIOLIN D.1 for the first three
-    "pretrain": (1, 0, 5, 9),
-    "pretrain_gamma": (1, 0, 4, 8.5),
-    "finetune": (1, 0.02, 15, 20),
-    "moving": (1, 0, 6, 8),
-    "identity": (1, 0, 20, 20),
+# alpha's mean and deviation, beta's interval and the deviation of what is added to it: VIOLIN D.1 for the first, second
+# and fourth, the authors' models_violin.py for those called published.
+PRESETS = {
+    "pretrain": (1, 0, 5, 9, 0),
+    "pretrain_gamma": (1, 0, 4, 8.5, 0),
+    "pretrain_published": (0, 0.5, 5, 9, 0),
+    "finetune": (1, 0.02, 15, 20, 0),
+    "moving": (1, 0, 6, 8, 0),
+    "identity": (1, 0, 20, 20, 0),
+    "zeros": (1, 0, 0, 0, 0),
+    "zeros_published": (0, 0.5, 0, 0, 0.5),
 }
 
 
 @pytest.mark.parametrize("name", DECAYS)
 @pytest.mark.parametrize("preset", INIT_PRESETS)
 def test_presets_draw_from_their_ranges(preset, name):
-    mean, std, low, high = INIT_PRESETS[preset]
-    assert (mean, std, low, high) == PRESETS.get(preset, INIT_PRESETS[preset])
+    mean, std, low, high, added = INIT_PRESETS[preset]
+    assert (mean, std, low, high, added) == PRESETS.get(preset, INIT_PRESETS[preset])
     decay = make(name, num_heads=1000, init=preset)
-    assert decay.beta.min() >= low and decay.beta.max() <= high
     assert decay.beta.mean().item() == pytest.approx((low + high) / 2, abs=0.2)
-    assert decay.beta.min() - low <= 0.05 * (high - low) >= high - decay.beta.max()
+    if added:
+        assert decay.beta.std().item() == pytest.approx(math.hypot(added, (high - low) / math.sqrt(12)), rel=0.1)
+    else:
+        assert decay.beta.min() >= low and decay.beta.max() <= high
+        assert decay.beta.min() - low <= 0.05 * (high - low) >= high - decay.beta.max()
     assert decay.alpha.mean().item() == pytest.approx(mean, abs=0.1 * std)
     assert decay.alpha.std().item() == pytest.approx(std, rel=0.1)
     # Each head and curve has its own draw.
-    assert len(set(decay.beta.flatten().tolist())) > 900 or low == high
+    assert len(set(decay.beta.flatten().tolist())) > 900 or (low == high and not added)
 
 
 @pytest.mark.parametrize(
     ("preset", "lowest", "highest"), [("pretrain", 0.9933, 0.9999), ("pretrain_gamma", 0.9820, 0.9998)]
 )
 def test_gamma_of_the_pretraining_presets(preset, lowest, highest):
-    _, _, low, high = init_values(preset)
+    _, _, low, high, _ = init_values(preset)
     assert f"{1 / (1 + math.exp(-low)):.4f}" == f"{lowest:.4f}"
     assert f"{1 / (1 + math.exp(-high)):.4f}" == f"{highest:.4f}"
 
@@ -309,7 +317,7 @@ def test_how_far_presets_start_from_the_base_model(preset, least, most):
 
 @pytest.mark.parametrize("preset", INIT_PRESETS)
 def test_the_prefix_scalar_starts_no_further_from_the_base_model_than_the_others(preset):
-    _, _, low, _ = INIT_PRESETS[preset]
+    low = INIT_PRESETS[preset].beta_low - 5 * INIT_PRESETS[preset].beta_std
     decay = make("violin", num_heads=100, learn_prefix=True, init=preset)
     assert decay.prefix_beta.shape == (100,)
     assert decay.prefix_beta.min() >= low
@@ -322,7 +330,8 @@ def test_prefix_rows_and_columns_are_1_unless_learned():
 
 def test_init_may_be_given_in_numbers():
     numbers = {"alpha_mean": 2, "alpha_std": 0, "beta_low": -1, "beta_high": -1}
-    assert init_values(numbers) == (2.0, 0.0, -1.0, -1.0)
+    assert init_values(numbers) == (2.0, 0.0, -1.0, -1.0, 0.0)
+    assert init_values({**numbers, "beta_std": 0.5}) == (2.0, 0.0, -1.0, -1.0, 0.5)
     decay = make("manhattan", init=numbers)
     assert (decay.alpha == 2).all() and (decay.beta == -1).all()
     # Fixed gamma of 0.9996 (VIOLIN Table 15).

@@ -11,6 +11,7 @@ from hf_sparseprior.attention.functional import attention, run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.decay import (
+    ALPHA_SCALES,
     DECAYS,
     PLACEMENTS,
     decay_mask,
@@ -50,14 +51,15 @@ def leaves(prefix=1, batch=2, width=4, prefix_beta=True, seed=0):
     return {name: leaf.requires_grad_() for name, leaf in found.items()}
 
 
-def attend(found, placement, support, prefix, **options):
+def attend(found, placement, support, prefix, scaled="logits", **options):
     scalars = {name: leaf for name, leaf in found.items() if name not in "qkv"}
-    decay = {"name": "violin", "curves": ["peano", "peano_t"], "placement": placement, **scalars}
+    settings = {"name": "violin", "curves": ["peano", "peano_t"], "placement": placement, "alpha_scales": scaled}
+    decay = {**settings, **scalars}
     inputs = (found["q"], found["k"], found["v"])
     return attention(*inputs, SUPPORTS[support], decay, num_prefix_tokens=prefix, grid=GRID, **options)
 
 
-def by_hand(found, placement, support, prefix):
+def by_hand(found, placement, support, prefix, scaled="logits"):
     # One query at a time in Python floats, from the formulas: S runs over the pairs that are kept.
     plan = DECAYS["violin"].positions({"curves": ["peano", "peano_t"]}, GRID)[:, 0].tolist()
     fill = SUPPORTS[support]["mask_fill"] if support == "zero" else "neg_inf"
@@ -72,12 +74,17 @@ def by_hand(found, placement, support, prefix):
             for j in range(total):
                 logits, decays = [], []
                 for i in range(total):
-                    a = alpha[h] * sum(x * y for x, y in zip(q[b][h][j], k[b][h][i], strict=True)) / math.sqrt(width)
+                    a = sum(x * y for x, y in zip(q[b][h][j], k[b][h][i], strict=True)) / math.sqrt(width)
                     m = gamma_prefix[h]
                     if j >= prefix and i >= prefix:
                         ranks = [abs(rank[j - prefix] - rank[i - prefix]) for rank in plan]
                         m = sum(g[h] ** d for g, d in zip(sigmoid, ranks, strict=True)) / 2
-                    a = {"multiply": a * m, "add": a + m - 1, "residual": a * (1 + m)}.get(placement, a)
+                    one = 1.0
+                    if scaled == "logits":
+                        a *= alpha[h]
+                    else:
+                        m, one = alpha[h] * m, alpha[h]
+                    a = {"multiply": a * m, "add": a + m - one, "residual": a * (1 + m)}.get(placement, a)
                     if not keep[h, j, i]:
                         a = -math.inf if fill == "neg_inf" else 0.0
                     logits.append(a)
@@ -87,7 +94,7 @@ def by_hand(found, placement, support, prefix):
                 for i, m in enumerate(decays):
                     if keep[h, j, i]:
                         w = weights[i]
-                        after = {"multiply_after": w * m, "add_after": w + m - 1, "add_after_as_printed": w + m}
+                        after = {"multiply_after": w * m, "add_after": w + m - one, "add_after_as_printed": w + m}
                         weights[i] = after.get(placement, w)
                 for i, w in enumerate(weights):
                     out[b, h, j] += w * torch.tensor(v[b][h][i], dtype=torch.float64)
@@ -100,10 +107,23 @@ def by_hand(found, placement, support, prefix):
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement_is_its_formula(placement, support, prefix):
+@pytest.mark.parametrize("scaled", ALPHA_SCALES)
+def test_every_placement_is_its_formula(scaled, placement, support, prefix):
     found = leaves(prefix, batch=1)
-    out = attend(found, placement, support, prefix)
-    torch.testing.assert_close(out, by_hand(found, placement, support, prefix), rtol=1e-10, atol=1e-11)
+    out = attend(found, placement, support, prefix, scaled)
+    torch.testing.assert_close(out, by_hand(found, placement, support, prefix, scaled), rtol=1e-10, atol=1e-11)
+
+
+def test_alpha_that_scales_logits_or_m_is_the_same_in_a_product_and_nowhere_else():
+    found = leaves()
+    for placement in PLACEMENTS:
+        both = [attend(found, placement, "dense", 1, scaled) for scaled in ALPHA_SCALES]
+        assert torch.allclose(*both, rtol=1e-10, atol=1e-12) == (placement == "multiply"), placement
+
+
+def test_what_alpha_scales_is_one_of_two():
+    with pytest.raises(ValueError, match="alpha_scales='M' must be one of logits, mask"):
+        resolve_decay({"name": "violin", "alpha_scales": "M"})
 
 
 @pytest.mark.parametrize("support", ["dense", "sparse"])
@@ -247,7 +267,7 @@ def test_a_fixed_gamma():
     assert not decay.beta.requires_grad
     learned = make_decay(resolve_decay({"name": "violin", "gamma": 0.9996, "init": "finetune"}), 3)
     assert torch.equal(learned.beta, decay.beta) and learned.beta.requires_grad
-    assert init_values("zeros") == (1.0, 0.0, 0.0, 0.0)
+    assert init_values("zeros") == (1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_learned_order_learns_its_positions():
