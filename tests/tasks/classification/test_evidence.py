@@ -205,18 +205,18 @@ def test_every_method_has_the_same_priors_and_the_controls_start_as_far_from_no_
     assert {prior for prior, decay in decays.items() if decay and not decay["learn_beta"]} == {"alpha"}
     assert all(decay["learn_alpha"] for decay in decays.values() if decay)
     starts = {prior: init_values(decay["init"]) for prior, decay in decays.items() if decay}
-    assert starts["violin"] == (1.0, 0.02, 15.0, 20.0)
+    assert starts["violin"] == (1.0, 0.02, 15.0, 20.0, 0.0)
     assert all(start[:2] == (1.0, 0.0) for prior, start in starts.items() if prior != "violin")
     # Ranks along a curve and in a random order are a line of 64 in another order.
     line = np.abs(np.subtract.outer(range(64), range(64)))
     rows, columns = np.divmod(np.arange(64), 8)
     square = np.abs(np.subtract.outer(rows, rows)) + np.abs(np.subtract.outer(columns, columns))
     found = {
-        prior: expected_change(*starts[prior][2:], square if prior == "manhattan" else line)
+        prior: expected_change(*starts[prior][2:4], square if prior == "manhattan" else line)
         for prior in ("violin_moving", "manhattan", "random")
     }
     assert found == {prior: pytest.approx(MEAN_AT_START, rel=0.01) for prior in found}
-    assert expected_change(*starts["alpha"][2:], line) < 1e-6
+    assert expected_change(*starts["alpha"][2:4], line) < 1e-6
 
 
 # ---- equal starts ---------------------------------------------------------------------------------------------------
