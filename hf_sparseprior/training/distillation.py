@@ -59,9 +59,10 @@ def token_loss(
 
 
 def class_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(y || y_teacher), as the mean over the batch (Sparsifiner Eq. 9).
+    """KL(y || y_teacher), as the mean over the batch: the order that Sparsifiner Eq. 9 prints, reverse KL.
 
-    The order is that of the paper: the expectation is over the student's classes. logits: (B, classes).
+    The expectation is over the student's classes. The published code of Sparsifiner and of DynamicViT has
+    KL(y_teacher || y), which is `class_loss(teacher_logits, logits)`. logits: (B, classes).
     """
     student, teacher = F.log_softmax(logits.float(), -1), F.log_softmax(teacher_logits.float(), -1)
     return (student.exp() * (student - teacher)).sum(-1).mean()
@@ -153,6 +154,11 @@ def _token(step: Step) -> Tensor:
 @register_loss("class", "logits")
 def _class(step: Step) -> Tensor:
     return class_loss(step.outputs.logits, step.teacher.logits)
+
+
+@register_loss("class_forward", "logits")
+def _class_forward(step: Step) -> Tensor:
+    return class_loss(step.teacher.logits, step.outputs.logits)
 
 
 @register_loss("attention", "attentions", "scores")

@@ -26,6 +26,8 @@ PHASES: dict[str, dict[str, float]] = {
     "model": {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": 0.0},
 }
 
+CLASS_LOSSES = {"reverse": "class", "forward": "class_forward"}
+
 
 @dataclass
 class DistillationConfig:
@@ -38,6 +40,8 @@ class DistillationConfig:
     lambda_labels, lambda_token, lambda_class, lambda_attention: weights of the losses against the labels, the
         teacher's last tokens (Eq. 8), classes (Eq. 9) and attention (Eq. 10). null: what Sparsifiner's phase has, which
         is 0, 0, 0, 1 in phase 1 and 1, 0.5, 0.5, 0 in phase 2.
+    class_kl: "reverse" is KL(y || y_teacher) as Eq. 9 prints it, "forward" KL(y_teacher || y) as the published code of
+        Sparsifiner and DynamicViT has it.
     """
 
     teacher: str | None = None
@@ -46,6 +50,7 @@ class DistillationConfig:
     lambda_token: float | None = None
     lambda_class: float | None = None
     lambda_attention: float | None = None
+    class_kl: str = "reverse"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -53,6 +58,8 @@ class DistillationConfig:
             raise ValueError(f"distillation.teacher={self.teacher!r} must be a folder, 'self' or null")
         if self.phase not in tuple(PHASES):
             raise ValueError(f"distillation.phase={self.phase!r} must be one of {', '.join(PHASES)}")
+        if self.class_kl not in CLASS_LOSSES:
+            raise ValueError(f"distillation.class_kl={self.class_kl!r} must be one of {', '.join(CLASS_LOSSES)}")
         for loss in PHASES[self.phase]:
             name, value = f"lambda_{loss}", getattr(self, f"lambda_{loss}")
             if value is not None:
@@ -63,11 +70,19 @@ class DistillationConfig:
             raise ValueError(f"distillation.phase={self.phase} needs distillation.teacher")
         if self.teacher is not None and not any(self.weights().values()):
             raise ValueError("distillation: the weights of all losses are 0, there is nothing to train with")
+        if self.class_kl != "reverse" and not (
+            self.teacher is not None and self.weights()[CLASS_LOSSES[self.class_kl]]
+        ):
+            raise ValueError(f"distillation.class_kl={self.class_kl} has no effect without a class loss")
 
     def weights(self) -> dict[str, float]:
         """Weights of the losses by name."""
-        given = {loss: getattr(self, f"lambda_{loss}") for loss in PHASES[self.phase]}
-        return {loss: PHASES[self.phase][loss] if value is None else value for loss, value in given.items()}
+        found = {}
+        for loss, weight in PHASES[self.phase].items():
+            given = getattr(self, f"lambda_{loss}")
+            name = CLASS_LOSSES[self.class_kl] if loss == "class" else loss
+            found[name] = weight if given is None else given
+        return found
 
 
 def check_distillation(config: dict[str, dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
@@ -374,7 +375,7 @@ def make_swin(seed=0, **options):
 
 def test_a_model_with_stages_learns_logits_and_last_tokens():
     student, teacher = make_swin(prior="violin"), make_swin(1)
-    distillation = Distillation({"token": 1.0, "class": 1.0}, Teacher(teacher))
+    distillation = Distillation({"token": 1.0, "class": 1.0, "class_forward": 1.0}, Teacher(teacher))
     distillation.check(student)
     images = torch.randn(3, 3, 16, 16)
     out = student(images, **distillation.student_options())
@@ -384,6 +385,8 @@ def test_a_model_with_stages_learns_logits_and_last_tokens():
     expected = (out.hidden_states[-1] - told.hidden_states[-1]).square().mean()
     torch.testing.assert_close(losses["token"], expected)
     torch.testing.assert_close(losses["class"], class_loss(out.logits, told.logits))
+    forward = F.kl_div(out.logits.log_softmax(-1), told.logits.log_softmax(-1), reduction="batchmean", log_target=True)
+    torch.testing.assert_close(losses["class_forward"], forward)  # torch's own, the target is the teacher
     assert expected > 0
 
 
@@ -441,7 +444,7 @@ def test_bad_weights_and_a_missing_teacher_are_refused():
     with pytest.raises(ValueError, match="the losses token need a teacher"):
         Distillation({"token": 1})
     assert Distillation({"labels": 1}).teacher is None
-    assert set(LOSSES) >= {"labels", "token", "class", "attention"}
+    assert set(LOSSES) >= {"labels", "token", "class", "class_forward", "attention"}
 
 
 def test_attention_loss_without_scores_is_refused():

@@ -283,6 +283,18 @@ def test_comparisons_are_the_rows_of_the_tables(table, budgets):
         assert comparison.configs["linformer"]["model"]["prior"]["mixer"]["projected_tokens"] == budgets[0]
 
 
+def test_the_order_of_the_class_loss_is_a_setting():
+    """As printed by default; that of the published code by name; refused where there is no such loss."""
+    assert DistillationConfig("self").weights() == {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": 0.0}
+    forward = DistillationConfig("self", class_kl="forward", lambda_class=2.0).weights()
+    assert forward == {"labels": 1.0, "token": 0.5, "class_forward": 2.0, "attention": 0.0}
+    with pytest.raises(ValueError, match="class_kl='both' must be one of reverse, forward"):
+        DistillationConfig("self", class_kl="both")
+    for settings in ({}, {"teacher": "self", "lambda_class": 0.0}, {"teacher": "self", "phase": "predictor"}):
+        with pytest.raises(ValueError, match="class_kl=forward has no effect without a class loss"):
+            DistillationConfig(**settings, class_kl="forward")
+
+
 def test_a_comparison_may_change_the_distillation(tmp_path):
     (tmp_path / "base.yaml").write_text(json.dumps(config_of("x", "y", distillation={"teacher": "self"})))
     rows = {"off": {"distillation": {"lambda_token": 0.0}}, "on": {"distillation": {"lambda_attention": 1.0}}}
