@@ -48,8 +48,9 @@ def predicted_keys(
         threshold: tau.
 
     Returns:
-        Integers (B, H, n, P + budget): the prefix tokens, then patches with nonzero scores, then -1. A patch without
-        any key, which is possible with P = 0, sees itself.
+        Integers (B, H, n, P + budget): the prefix tokens, then patches, then -1 for those of the `budget` largest
+        whose score is 0 (Sparsifiner 3.1: zeros are discarded after top-k). A patch without any key, which is possible
+        with P = 0, sees itself.
     """
     if basis.dim() == 2 and coefficients.dtype == basis.dtype == torch.float32 and kernel_predicts(coefficients):
         return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
@@ -63,10 +64,15 @@ def kernel_predicts(q: Tensor) -> bool:
 
 
 def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tensor:
-    """As `predicted_keys`, from scores (B, H, n, n)."""
-    scores = scores.masked_fill(scores == 0, -math.inf)
-    chosen = largest_indices(scores, budget)  # in order, because -1 must come after the rest
-    chosen = torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen + num_prefix_tokens)
+    """As `predicted_keys`, from scores (B, H, n, n); -inf is never chosen."""
+    zero = scores == 0
+    above = (scores > 0).sum(-1, keepdim=True)
+    # Zeros are put last, because -1 must come after the rest; what they would have taken of the budget stays empty.
+    places = torch.maximum(above.clamp_max(budget), budget - zero.sum(-1, keepdim=True))
+    scores = scores.masked_fill(zero, -math.inf)
+    chosen = largest_indices(scores, budget)
+    empty = torch.isneginf(scores.gather(-1, chosen)) | (torch.arange(budget, device=scores.device) >= places)
+    chosen = torch.where(empty, -1, chosen + num_prefix_tokens)
     if not num_prefix_tokens:
         itself = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)
         return torch.where((chosen < 0).all(-1, keepdim=True), itself, chosen)

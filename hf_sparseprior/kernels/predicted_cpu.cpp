@@ -1,6 +1,6 @@
 // The keys that Sparsifiner predicts, on CPUs: the `budget` largest scores of each patch, without a table of all pairs.
 //
-//   score_jk = sum over r of c_jr w_rk, where c_jr is above a threshold;  keys_j = the largest of them that are not 0
+//   score_jk = sum over r of c_jr w_rk, where c_jr is above a threshold;  keys_j = those of the largest that are not 0
 //
 // The first of equal scores are taken. Rows are done one at a time and never leave the cache: few coefficients are
 // above the threshold, and counting finds a bound between the scores that are kept and the others.
@@ -151,8 +151,11 @@ struct Row {
     return (int32_t)many;
   }
 
-  // The places of the `budget` largest of `there` into `found`, in ascending order; returns how many there are.
+  // The places of the largest scores into `found`, in ascending order; returns how many there are. Of the `budget`
+  // largest those that are 0 are left out, so a score below 0 comes in only where scores above 0 and zeros are fewer.
   int64_t select(int64_t there, int64_t budget) {
+    if (there < N) budget = std::max(std::min(count_from(1), budget), budget - (N - there));
+    if (!budget) return 0;
     const int32_t least = there <= budget ? NONE + 1 : least_kept(there, budget);
     int64_t count = 0;
     for (int64_t i = 0; i < size; i += L) count += append(&order[i], least, (int32_t)i, &found[count]);

@@ -226,8 +226,12 @@ class Sparsifiner(Predictor):
                 scores = scores * keep_mask[:, None, None, plan.num_prefix_tokens :]
         if self.recorder is not None:
             self.recorder(scores)
-        budget = self._places(plan, scores.shape[-1])
-        return None if dense else keys_of_scores(scores.detach(), plan.num_prefix_tokens, budget)
+        if dense:
+            return None
+        scores, budget = scores.detach(), self._places(plan, scores.shape[-1])
+        if keep_mask is not None:  # dropped patches take no place
+            scores = scores.masked_fill(keep_mask[:, None, None, plan.num_prefix_tokens :] == 0, -math.inf)
+        return keys_of_scores(scores, plan.num_prefix_tokens, budget)
 
     @torch.no_grad()
     def _predict(self, request: AttentionRequest) -> Tensor:

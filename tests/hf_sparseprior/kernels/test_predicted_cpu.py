@@ -37,8 +37,8 @@ def keys_by_hand(coefficients, basis, prefix, budget, threshold):
         for coefficient, weights in zip(row, basis.tolist(), strict=True):
             if coefficient > threshold:
                 scores = [score + coefficient * weight for score, weight in zip(scores, weights, strict=True)]
-        there = sorted((patch for patch in range(patches) if scores[patch] != 0), key=lambda p: (-scores[p], p))
-        chosen = sorted(there[:budget])
+        largest = sorted(range(patches), key=lambda p: (-scores[p], p))[:budget]
+        chosen = sorted(patch for patch in largest if scores[patch] != 0)
         if not prefix and not chosen:
             chosen = [number % patches]
         lists.append([*range(prefix), *(prefix + patch for patch in chosen), *[-1] * (budget - len(chosen))])
@@ -74,10 +74,11 @@ def test_scores_of_all_sizes_and_signs():
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     basis = torch.tensor([[-huge, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.0, 1.0, huge, torch.inf, torch.nan]])
     coefficients = torch.ones(1, 1, basis.shape[1], 1)
-    order = [10, 9, 6, 7, 8, 5, 2, 1, 0]  # neither zeros nor NaN
+    order = [10, 9, 6, 7, 8, 5, None, None, None, 2, 1, 0]  # zeros and NaN take a place, and are no key
     for budget in range(1, 13):
         keys = predicted_cpu.predicted_keys(coefficients, basis, 0, budget, 0.5)[0, 0, 3].tolist()
-        assert keys == sorted(order[:budget]) + [-1] * (budget - len(order[:budget]))
+        chosen = sorted(place for place in order[:budget] if place is not None)
+        assert keys == chosen + [-1] * (budget - len(chosen))
 
 
 def test_threads_and_runs_give_the_same():

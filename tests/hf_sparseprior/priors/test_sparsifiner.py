@@ -10,7 +10,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.attention import compiled_kernels
 from hf_sparseprior.attention.choice import BACKENDS
-from hf_sparseprior.attention.key_selection import largest_indices
+from hf_sparseprior.attention.key_selection import keys_of_scores, largest_indices
 from hf_sparseprior.attention.request import listed_mask
 from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.layer import PriorAttention
@@ -56,15 +56,15 @@ def brute_scores(q, k, down, up, threshold, scale):
 
 
 def brute_attention(q, k, v, scores, budget, prefix, renormalise, scale):
-    """Top-B without zeros, equal scores by index; then Eq. 4 over what is kept, or Eq. 5."""
+    """The B highest, equal scores by index, and of these what is not zero; then Eq. 4 over what is kept, or Eq. 5."""
     out, kept_keys = np.zeros(v.shape), {}
     for b, h, j in np.ndindex(q.shape[:3]):
         everything = list(range(k.shape[2]))
         keys = everything
         if j >= prefix:
             row = scores[b, h, j - prefix]
-            order = sorted((t for t in range(len(row)) if row[t] != 0), key=lambda t: (-row[t], t))
-            keys = [*range(prefix), *(prefix + t for t in order[:budget])] or [j]
+            order = sorted(range(len(row)), key=lambda t: (-row[t], t))
+            keys = [*range(prefix), *(prefix + t for t in order[:budget] if row[t] != 0)] or [j]
         powers = {t: math.exp((q[b, h, j] @ k[b, h, t]) * scale) for t in everything}
         total = sum(powers[t] for t in (keys if renormalise else everything))
         out[b, h, j] = sum(powers[t] / total * v[b, h, t] for t in keys)
@@ -101,6 +101,19 @@ def test_equals_brute_force(prefix, keep_rate, renormalise):
             assert {place: set(map(int, row.nonzero())) for place, row in _rows(weights)} == kept
             sums = weights.sum(-1)
             assert torch.allclose(sums, torch.ones_like(sums)) == renormalise
+
+
+def test_a_negative_score_takes_no_place_of_a_zero_and_what_is_dropped_takes_none():
+    scores = torch.tensor([[[[0.0, 2.0, -1.0, -3.0]] * 3 + [[-math.inf, 0.0, -1.0, -3.0]]]])
+    expected = {  # of the first patch, and of the last, which sees itself where it has no key
+        1: ([1], [3]),
+        2: ([1, -1], [2, -1]),
+        3: ([1, 2, -1], [2, 3, -1]),
+        4: ([1, 2, 3, -1], [2, 3, -1, -1]),
+    }
+    for budget, chosen in expected.items():
+        keys = keys_of_scores(scores, 0, budget)[0, 0]
+        assert (keys[0].tolist(), keys[3].tolist()) == chosen
 
 
 def _rows(weights):
@@ -174,7 +187,7 @@ def test_budgets_of_a_trained_predictor(trained, keep_rate, budget):
     mask = listed_mask(keys, 1, 197)
     scores = predictor.scores(make_request(q, k, 0.25, plan))
     patches = mask[:, :, 1:, 1:].sum(-1)
-    assert torch.equal(patches, (scores != 0).sum(-1).clamp(max=budget))
+    assert torch.equal(patches, (scores.topk(budget).values != 0).sum(-1))
     assert patches.max() == budget or keep_rate == 0.9
     assert mask[:, :, 0].all() and mask[..., 0].all()  # row and column of the class token
     assert not ((keys[..., :-1] < 0) & (keys[..., 1:] >= 0)).any()  # what is no key stands after the last
