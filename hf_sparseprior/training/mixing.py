@@ -110,7 +110,7 @@ class SoftTargetCollator:
     frame is mixed in the same way. A sample may have "draw", its `Draw`, and
     "label_map": its map's classes and scores (h, w, k) and the view (2, 3) of the image. Images at positions 2i and
     2i + 1 of an epoch are each other's partners. An image whose partner is in another batch stays as it is. Samples
-    need their draws to be mixed.
+    need their draws to be mixed. Repetitions of an image (`DrawSampler`) have draws of mixing of their own.
 
     Args:
         num_classes: number of classes.
@@ -174,18 +174,18 @@ class SoftTargetCollator:
             raise ValueError("mixing needs samples that carry their draw; index the data set by DrawSampler's")
         draws: list[Draw] = [sample["draw"] for sample in samples]
         rows = {draw.position: row for row, draw in enumerate(draws)}
-        drawn: dict[int, Mix] = {}
+        drawn: dict[tuple[int, int], Mix] = {}
         mixes = {}
         for row, draw in enumerate(draws):
             partner = rows.get(draw.position ^ 1)
             if partner is None:
                 continue
-            batch = draw.position // self.batch_size
-            if batch not in drawn:
+            key = draw.position // self.batch_size, draw.repeat
+            if key not in drawn:
                 # "mix", because other uses of the same seed and epoch must not draw the same numbers.
-                random = np.random.default_rng([self.seed, draw.epoch, batch, *b"mix"])
-                drawn[batch] = self.mixing.draw(random, *self._mixed_size(size))
-            mixes[row] = partner, drawn[batch]
+                numbers = [self.seed, draw.epoch, key[0], *([draw.repeat] if draw.repeat else []), *b"mix"]
+                drawn[key] = self.mixing.draw(np.random.default_rng(numbers), *self._mixed_size(size))
+            mixes[row] = partner, drawn[key]
         return mixes
 
     def _mixed_size(self, size: tuple[int, ...]) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class DrawSampler(Sampler):
         seed: the run's seed.
         repeats: repeated augmentation (Hoffer et al. 2020, DeiT). Each image of the epoch comes this often, augmented
             differently. An epoch keeps its length, so it has 1 / repeats of the images. Repetitions of an image are
-            close together, in one batch, but never next to each other, where mixup takes its pairs.
+            close together, each next to another image, so that mixup pairs it with another one each time.
         multiple_of: an epoch ends at the last multiple of this number, so that every batch is a whole one.
     """
 
@@ -66,11 +66,21 @@ class DrawSampler(Sampler):
         if self.repeats == 1:
             yield from (Draw(int(index), epoch, position) for position, index in enumerate(order[: self.length]))
             return
-        position = 0
-        for start in range(0, self.num_samples, 2):
-            for repeat in range(self.repeats):
-                for index in order[start : start + 2]:
+        position, rounds = 0, round_robin(self.repeats)
+        for start in range(0, self.num_samples, len(rounds[0])):
+            images = order[start : start + len(rounds[0])]
+            for repeat, places in enumerate(rounds):
+                for place in places:
                     if position == self.length:
                         return
-                    yield Draw(int(index), epoch, position, repeat)
-                    position += 1
+                    if place < len(images):
+                        yield Draw(int(images[place]), epoch, position, repeat)
+                        position += 1
+
+
+def round_robin(rounds: int) -> list[list[int]]:
+    """Orders of the fewest images in which those at 2i and 2i + 1 are another pair in every round (circle method)."""
+    count = rounds + 1 + (rounds + 1) % 2
+    circle = list(range(1, count))
+    lines = [[0, *circle[turn:], *circle[:turn]] for turn in range(rounds)]
+    return [[place for i in range(count // 2) for place in (line[i], line[-1 - i])] for line in lines]

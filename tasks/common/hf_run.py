@@ -437,8 +437,11 @@ def make_collator(
             f"trainer.per_device_train_batch_size={arguments.per_device_train_batch_size} must be even with "
             "augmentation.mixup, cutmix or mixtoken, which mix examples in pairs"
         )
+    # With repeated augmentation each process draws its own, as in DeiT, where repetitions go to several processes.
+    repeated = getattr(augmentation, "repeats", 1) > 1
+    images = arguments.train_batch_size if repeated else global_batch(arguments)
     return SoftTargetCollator(
-        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, global_batch(arguments), grid
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, images, grid
     )
 
 

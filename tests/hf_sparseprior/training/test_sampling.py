@@ -7,6 +7,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
 from hf_sparseprior.training import Draw, DrawSampler
+from hf_sparseprior.training.sampling import round_robin
 
 
 def epoch_of(sampler, epoch=0):
@@ -50,12 +51,56 @@ def test_repeated_augmentation(num_samples, repeats):
     assert all(a.index != b.index for a, b in itertools.pairwise(draws))
     counts = Counter(draw.index for draw in draws)
     assert max(counts.values()) <= repeats
-    # Only the last pair of images is cut off by the end of the epoch.
-    assert sum(count < repeats for count in counts.values()) <= 2
+    # Only the last images, as many as are paired in turns, are cut off by the end of the epoch.
+    together = {2: 4, 3: 4, 4: 6}[repeats]
+    assert sum(count < repeats for count in counts.values()) <= together
     for index, count in counts.items():
         positions = [draw.position for draw in draws if draw.index == index]
         assert [draw.repeat for draw in draws if draw.index == index] == list(range(count))
-        assert positions[-1] - positions[0] < 2 * repeats
+        assert positions[-1] - positions[0] < together * repeats
+
+
+@pytest.mark.parametrize("rounds", range(1, 8))
+def test_everybody_meets_another_one_in_each_round(rounds):
+    orders = round_robin(rounds)
+    assert len(orders) == rounds and all(sorted(order) == list(range(len(orders[0]))) for order in orders)
+    pairs = [frozenset(order[i : i + 2]) for order in orders for i in range(0, len(order), 2)]
+    assert len(set(pairs)) == len(pairs) and rounds < len(orders[0]) <= rounds + 2
+
+
+def partners_of_deit(number, repeats, processes, images):
+    """DeiT's rule, from Touvron et al. and timm's mixup in batch mode: image -> [(partner, whose lambda)].
+
+    Each image stands `repeats` times in a row in the epoch's order; process p takes places p, p + processes, ...; in a
+    batch of a process the first image is mixed with the last one, and so on, by one lambda.
+    """
+    order = [image for image in np.random.default_rng(0).permutation(number).tolist() for _ in range(repeats)]
+    found = {}
+    for process in range(processes):
+        own = order[process::processes][: number // (processes * images) * images]
+        for start in range(0, len(own), images):
+            batch = own[start : start + images]
+            for image, partner in zip(batch, batch[::-1], strict=True):
+                found.setdefault(image, []).append((partner, (process, start)))
+    return found
+
+
+def test_repetitions_are_mixed_with_others_at_least_as_often_as_in_deit():
+    number, repeats, processes, images = 4096, 3, 8, 32
+    ours = {}
+    draws = epoch_of(DrawSampler(number, repeats=repeats))
+    for draw in draws:
+        place = draw.position // images, draw.repeat
+        ours.setdefault(draw.index, []).append((draws[draw.position ^ 1].index, place))
+
+    def alike(found, part):
+        whole = [seen for seen in found.values() if len(seen) == repeats]
+        assert len(whole) > 1000
+        return sum(len({place[part] for place in seen}) == 1 for seen in whole) / len(whole)
+
+    deit = partners_of_deit(number, repeats, processes, images)
+    assert 0 < alike(deit, 0) < 1 and alike(deit, 1) == 0
+    assert alike(ours, 0) == alike(ours, 1) == 0  # never the same partner, never the same lambda and box
 
 
 def test_processes_share_an_epoch_without_overlap():

@@ -355,3 +355,5 @@ def test_the_global_batch_is_mixed_alike(tmp_path):
     )
     collator = make_collator(AugmentationConfig(mixup=0.8, cutmix=1.0, mix_probability=0.5), 10, arguments)
     assert (collator.batch_size, collator.seed, collator.mixing.probability) == (12, 5, 0.5)
+    # With repeated augmentation each process draws its own, as in DeiT.
+    assert make_collator(AugmentationConfig(mixup=0.8, repeats=3), 10, arguments).batch_size == 4
