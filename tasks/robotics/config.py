@@ -33,7 +33,8 @@ class DataConfig:
     episodes: use this many of the file's training episodes, from the first on; null: all.
     floor: smallest range, in its own unit, that a dimension is taken to have when it is scaled to [-1, 1].
     floors: other floors for some keys ("actions" or an observation), a number or one for each dimension. Rotations and
-        grippers lie in [-1, 1] already: with a floor of 2 they keep their scale however little they move.
+        grippers lie in [-1, 1] already: null leaves them as they are; with a floor of 2 they keep their scale however
+        little they move, and their middle becomes 0.
     """
 
     path: str = ""
@@ -52,7 +53,8 @@ class DataConfig:
             raise ValueError(f"data.floors={self.floors!r} must hold keys and numbers")
         for key, values in self.floors.items():
             for value in values if isinstance(values, list) else [values]:
-                check_finite(f"data.floors: {key}", value, zero=False)
+                if value is not None:
+                    check_finite(f"data.floors: {key}", value, zero=False)
 
 
 @dataclass
@@ -67,8 +69,8 @@ class TrainerConfig:
     learning_rate, warmup_steps: cosine per step down to 0 after a linear warm-up.
     betas, weight_decay: as AdamW has them.
     max_grad_norm: gradients are clipped to it; null: they are not.
-    ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - step^-ema_power) at update
-        `step`, counted from 1.
+    ema_power, ema_decay: the weights' moving average has decay min(ema_decay, 1 - (step - 1)^-ema_power) at update
+        `step`, counted from 1; 0 in the first two.
     mixed_precision: "no", "bf16" or "fp16", accelerate's.
     log_steps: updates between two entries of the log.
     validate_steps: updates between two validations: of the loss and, with validation_episodes, in the simulator;

@@ -119,7 +119,7 @@ def fit_normalizer(
         episodes: training episodes alone.
         config: the policy's.
         floor: smallest range of a dimension.
-        floors: other floors for some keys, a number or one for each dimension.
+        floors: other floors for some keys, a number or one for each dimension; None for what stays as it is.
 
     Raises:
         ValueError: for floors of other keys or sizes.
@@ -128,7 +128,7 @@ def fit_normalizer(
     if unknown := set(floors) - set(sizes):
         raise ValueError(f"data.floors has {', '.join(sorted(unknown))}; allowed: {', '.join(sizes)}")
     for key, values in floors.items():
-        if not isinstance(values, (int, float)) and len(values) != sizes[key]:
+        if isinstance(values, Sequence) and len(values) != sizes[key]:
             raise ValueError(f"data.floors: {key}={values} must be one number or {sizes[key]}")
     return Normalizer.fit(
         {key: [episode[key] for episode in episodes] for key in sizes}, {key: floors.get(key, floor) for key in sizes}

@@ -45,17 +45,15 @@ class Normalizer(nn.Module):
 
     @classmethod
     def fit(cls, values: Mapping[str, Sequence[np.ndarray]], floors: Mapping[str, Any]) -> Normalizer:
-        """A normaliser from the arrays (T, D) of each key."""
-        return cls(
-            {
-                key: (
-                    np.min([array.min(0) for array in arrays], 0),
-                    np.max([array.max(0) for array in arrays], 0),
-                )
-                for key, arrays in values.items()
-            },
-            floors,
-        )
+        """A normaliser from the arrays (T, D) of each key. What has the floor None stays as it is."""
+        bounds, numbers = {}, {}
+        for key, arrays in values.items():
+            low, high = (np.concatenate(arrays).min(0), np.concatenate(arrays).max(0))
+            own = np.broadcast_to(np.asarray(floors[key], object), low.shape)
+            stays = np.array([floor is None for floor in own])
+            bounds[key] = np.where(stays, -1.0, low), np.where(stays, 1.0, high)
+            numbers[key] = np.where(stays, 2.0, own).astype(np.float64)
+        return cls(bounds, numbers)
 
     def forward(self, key: str, values: Tensor) -> Tensor:
         """Scale (..., D) of this key to about [-1, 1]."""

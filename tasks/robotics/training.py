@@ -324,8 +324,11 @@ class Training:
 
 
 def ema_decay(step: int, power: float, highest: float) -> float:
-    """Decay of the moving average at update `step` (from 1): min(highest, 1 - step^-power), 0 at the first."""
-    return min(highest, 1 - step**-power)
+    """Decay of the moving average at update `step` (from 1): min(highest, 1 - (step - 1)^-power), 0 in the first two.
+
+    Diffusion Policy's `EMAModel` counts updates from 0 and takes one off.
+    """
+    return min(highest, 1 - max(1, step - 1) ** -power)
 
 
 def _seed(seed: int, step: int, process: int) -> int:

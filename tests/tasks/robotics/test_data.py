@@ -105,6 +105,11 @@ def test_the_range_is_that_of_the_given_episodes_alone():
     normalizer = fit_normalizer(episodes(config)[:1], config, 0.02, {"actions": [1.0, 100.0, 1.0, 1.0]})
     assert normalizer("position", torch.tensor([[0.0, 9.5, 19.0]])).tolist() == [[-1, 0, 1]]
     assert normalizer("actions", torch.tensor([19.0, 59.5, 0, 0]))[:2].tolist() == [1, 1]
+    kept = fit_normalizer(episodes(config), config, 0.02, {"position": None, "actions": [0.02, None, 0.02, None]})
+    position, actions = torch.tensor([0.3, -0.9, 1.0]), torch.tensor([19.0, 0.7, 0.0, -0.4])
+    assert torch.equal(kept("position", position), position) and torch.equal(kept.undo("position", position), position)
+    assert kept("actions", actions)[[1, 3]].tolist() == actions[[1, 3]].tolist()
+    assert kept("actions", actions)[0] != actions[0]
     with pytest.raises(ValueError, match=r"data\.floors has hand_image; allowed: position, actions"):
         fit_normalizer(episodes(config), config, 0.02, {"hand_image": 1})
     with pytest.raises(ValueError, match=r"actions=\[1, 2\] must be one number or 4"):

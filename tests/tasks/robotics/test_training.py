@@ -143,7 +143,7 @@ def test_processes_share_the_validation_episodes(demonstrations, tmp_path):
 
 
 def test_the_moving_average_is_diffusers():
-    """Decays and averages of the published recipe's EMAModel (power 0.75)."""
+    """Averages of diffusers' EMAModel (power 0.75); its decays, one update later, as Diffusion Policy counts from 0."""
     from diffusers.training_utils import EMAModel
 
     from hf_sparseprior.training import WeightAverage
@@ -156,10 +156,10 @@ def test_the_moving_average_is_diffusers():
         with torch.no_grad():
             layer.weight.add_(torch.randn(2, 3))
         reference.step(layer.parameters())
-        decay = training.ema_decay(step, 0.75, 0.9)
-        average.update(decay)
-        assert decay == pytest.approx(reference.cur_decay_value)
+        average.update(reference.cur_decay_value)
+        assert training.ema_decay(step + 1, 0.75, 0.9) == pytest.approx(reference.cur_decay_value)
         assert torch.allclose(average.averages["weight"], reference.shadow_params[0], atol=1e-6)
+    assert training.ema_decay(1, 0.75, 0.9) == training.ema_decay(2, 0.75, 0.9) == 0
 
 
 def test_the_better_policy_is_kept():
