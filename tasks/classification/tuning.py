@@ -13,6 +13,7 @@ from hf_sparseprior.priors.prior import parse_prior
 
 LOW_RANK = ("lora", "dora")
 METHODS = ("full", "linear", *LOW_RANK, "violin")
+BIASES = ("none", "all", "lora_only")
 
 
 @dataclass
@@ -23,6 +24,8 @@ class TuningConfig:
         whatever that decay is; "lora", "dora": low-rank updates, the classifier and, if the prior has a decay, its
         scalars (VIOLIN Table 4).
     rank, alpha, dropout, targets: for lora and dora, as in `hf_sparseprior.adapters.lora_config`; null: its defaults.
+    bias: for lora and dora, which biases are trained, as in peft's `LoraConfig`: "none", "all", or those of the adapted
+        layers ("lora_only"); null: none.
     """
 
     method: str = "full"
@@ -30,12 +33,15 @@ class TuningConfig:
     alpha: float | None = None
     dropout: float | None = None
     targets: str | list[str] | None = None
+    bias: str | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
         if self.method not in METHODS:
             raise ValueError(f"tuning.method={self.method!r} must be one of {', '.join(METHODS)}")
-        for name in ("rank", "alpha", "dropout", "targets"):
+        if self.bias not in (None, *BIASES):
+            raise ValueError(f"tuning.bias={self.bias!r} must be one of {', '.join(BIASES)}")
+        for name in ("rank", "alpha", "dropout", "targets", "bias"):
             value = getattr(self, name)
             if value is not None and self.method not in LOW_RANK:
                 raise ValueError(
@@ -83,6 +89,7 @@ def tuned(model: Any, config: TuningConfig) -> Any:
             dropout=config.dropout or 0.0,
             use_dora=config.method == "dora",
             targets=config.targets,
+            bias=config.bias or "none",
         )
         with warnings.catch_warnings():
             # peft asks transformers 5 for a name that it no longer has.

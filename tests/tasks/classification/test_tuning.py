@@ -152,6 +152,17 @@ def test_with_the_class_token_alone_the_last_beta_has_no_gradient(saved):
     assert SCALARS - moving == {f"vit.layers.{LAYERS - 1}.attention.decay_bias.beta"}
 
 
+@pytest.mark.parametrize(("bias", "trained"), [(None, False), ("none", False), ("all", True), ("lora_only", False)])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_biases_are_trained_where_they_are_asked_for(saved, method, bias, trained):
+    model = build(saved, method, rank=2, alpha=1, targets="attention+mlp", bias=bias)
+    learns = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert (any(name.endswith("layernorm_before.bias") for name in learns)) == trained
+    assert any(name.endswith("fc1.base_layer.bias") for name in learns) == (bias in ("all", "lora_only"))
+    model(images(), labels=torch.arange(6)).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_merged_equals_unmerged(saved, method):
     model = build(saved, method, rank=4, alpha=16, targets="attention+mlp")
@@ -302,6 +313,8 @@ def test_a_compiled_run_saves_the_trained_model(saved, tmp_path):
         ({"rank": 4}, {}, "tuning.rank=4 is for tuning.method lora, dora, not full"),
         ({"method": "violin", "dropout": 0.1}, {}, "tuning.dropout=0.1 is for tuning.method lora, dora, not violin"),
         ({"method": "lora", "rank": 0}, {}, "tuning.rank=0 must be an integer of 1 or more"),
+        ({"bias": "all"}, {}, "tuning.bias='all' is for tuning.method lora, dora, not full"),
+        ({"method": "lora", "bias": "some"}, {}, "tuning.bias='some' must be one of none, all, lora_only"),
         ({"method": "lora", "targets": "qv"}, {}, "tuning.targets='qv' must be one of query.value"),
         ({"method": "dora"}, {"model": {}}, "tuning.method=dora changes a part of a saved model; set model.pretrained"),
         ({"method": "violin"}, {"model": {"pretrained": "x", "prior": "fibottention"}}, "'fibottention' has none; set"),

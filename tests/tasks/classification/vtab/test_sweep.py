@@ -614,12 +614,14 @@ def test_every_shipped_sweep_is_the_recipe_of_table_29(model, method):
     assert {name: (prior.prior_name, (prior.prior["decay"] or {}).get("init")) for name, prior in priors.items()} == {
         "baseline": ("dense", None), "violin": ("violin", "finetune"), "violin_moving": ("violin", "moving"),
     }  # fmt: skip
-    assert {config["tuning"].get("method", "full") for config in sweep.configs.values()} == {method}
+    # Adapters as in github.com/BenediktAlkin/vtab1k-pytorch: LoraTrainer.
+    adapters = {"method": method, "targets": "attention+mlp", "alpha": 1, "bias": "all"}
+    assert all(config["tuning"] == ({} if method == "full" else adapters) for config in sweep.configs.values())
     trainer = sweep.configs["baseline"]["trainer"]
     table = {
         "num_train_epochs": 50, "per_device_train_batch_size": 64, "adam_beta1": 0.9, "adam_beta2": 0.999,
-        "layer_decay": 0.65, "weight_decay": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 5 / 50, "bf16": True,
-        "optim": "adamw_torch",
+        "layer_decay": 0.65 if method == "full" else 1.0, "weight_decay": 0.05, "lr_scheduler_type": "cosine",
+        "warmup_steps": 5 / 50, "bf16": True, "optim": "adamw_torch",
     }  # fmt: skip
     assert {key: trainer[key] for key in table} == table
     assert sweep.configs["violin"]["model"]["pretrained"] == f"checkpoints/{model}"
