@@ -1,15 +1,16 @@
 """VIOLIN Table 8 (left): UPerNet, DeiT-B of ImageNet, ADE20K, 80k steps with batches of 16; a cell for each prior.
 
-The paper names mmsegmentation, DeiT-B, the steps and the batch; the rest is mmsegmentation's recipe for UPerNet with
-DeiT-B, but for the neck that rescales the maps. Four processes of 4 images make the batch. The weights, in
-one folder: python -m hf_sparseprior convert deit_base_patch16_224.pth checkpoints/deit_base
+The paper names mmsegmentation, DeiT-B, the steps and the batch, and its baseline, 45.24, is that of mmsegmentation's
+vit_deit-b16_upernet_8xb2-80k, whose maps all have the size of the patch grid: no neck rescales them. The rest is that
+recipe. Four processes of 4 images make the batch. The weights, in one folder:
+python -m hf_sparseprior convert deit_base_patch16_224.pth checkpoints/deit_base
 """
 
 _base_ = ["../mm/runtime.py", "base/ade20k.py", "base/upernet.py"]
 custom_imports = dict(imports=["tasks.segmentation"])
 default_scope = "mmseg"
 
-model = dict(backbone=dict(pretrained="checkpoints/deit_base", drop_path_rate=0.1))
+model = dict(backbone=dict(pretrained="checkpoints/deit_base", drop_path_rate=0.1), neck=None)
 cells = dict(
     dense=dict(model=dict(backbone=dict(prior="dense"))),
     # On the weights of the dense model; alpha and beta as the paper starts them there: a mask near 1.

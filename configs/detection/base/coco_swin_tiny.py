@@ -12,4 +12,5 @@ model = dict(
     ),
     neck=dict(_delete_=True, type="FPN", in_channels=[96, 192, 384, 768], out_channels=256, num_outs=5),
 )
-optim_wrapper = dict(paramwise_cfg=dict(custom_keys={"bias_table": dict(decay_mult=0.0)}))
+# Biases decay in mmdetection's recipe for Swin.
+optim_wrapper = dict(paramwise_cfg=dict(bias_decay_mult=None, custom_keys={"bias_table": dict(decay_mult=0.0)}))

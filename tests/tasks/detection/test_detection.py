@@ -514,6 +514,12 @@ def test_swin_is_trained_in_mask_rcnn():
     undecayed = {id(value) for group in groups for value in group["params"]}
     tables = [value for name, value in model.named_parameters() if "bias_table" in name or "decay_bias" in name]
     assert len(tables) == 3 * 12 and all(id(value) in undecayed for value in tables)
+    # mmdetection's recipe for Swin: norms and tables do not decay, other biases do. It starts from ImageNet's weights.
+    trained = {id(value) for group in wrapper.optimizer.param_groups for value in group["params"]}
+    decayed = {name for name, value in model.named_parameters() if id(value) in trained - undecayed}
+    assert "backbone.stages.0.layers.0.mlp.fc1.bias" in decayed and "neck.lateral_convs.0.conv.bias" in decayed
+    assert not [name for name in decayed if "norm" in name]
+    assert config.model.backbone.pretrained == "checkpoints/swin_tiny"
 
     small = {
         **SMALL_FAMILIES["sparseprior_swin"],
