@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
 from hf_sparseprior.training.finite import STOP, check_setting
 
@@ -40,6 +40,10 @@ class SparsePriorTrainingArguments(TrainingArguments):
         default=0.0,
         metadata={"help": "Epochs in which it then falls to the prior's keep rate, as a cosine; 0: at once."},
     )
+    learning_rate_steps: list[float] | None = field(
+        default=None,
+        metadata={"help": "Epochs after each of which the learning rate is a tenth, with lr_scheduler_type constant."},
+    )
     nonfinite_loss: str = field(
         default=STOP,
         metadata={"help": "At a loss or weights that are not finite: 'stop' before anything is saved, or 'continue'."},
@@ -66,8 +70,25 @@ class SparsePriorTrainingArguments(TrainingArguments):
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a number of 0 or more")
         super().__post_init__()
+        self._check_steps()
         if self.effective_batch_size is not None:
             self.per_device_train_batch_size = self._device_share(self.effective_batch_size)
+
+    def _check_steps(self) -> None:
+        steps = self.learning_rate_steps
+        if steps is None:
+            return
+        listed = isinstance(steps, (list, tuple)) and steps and all(_is_number(step) and step > 0 for step in steps)
+        if not listed or sorted(set(steps)) != list(steps) or steps[-1] >= self.num_train_epochs:
+            raise ValueError(
+                f"learning_rate_steps={steps!r} must be rising epochs above 0 and below "
+                f"num_train_epochs={self.num_train_epochs}"
+            )
+        if self.lr_scheduler_type != SchedulerType.CONSTANT:
+            raise ValueError(
+                f"learning_rate_steps={steps!r} is a schedule of its own; lr_scheduler_type="
+                f"{self.lr_scheduler_type.value} must be constant"
+            )
 
     def _device_share(self, size: Any) -> int:
         """Samples of one device in one micro-batch, if a step has `size` samples."""

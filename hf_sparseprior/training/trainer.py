@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate.utils import is_peft_model
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -151,6 +153,17 @@ class SparsePriorTrainer(Trainer):
             del group["names"]  # with them torch asks every later group for names
         self.optimizer = optimizer(groups, **options)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule of learning rates; with `learning_rate_steps` a tenth more of it is left after each of them."""
+        epochs = getattr(self.args, "learning_rate_steps", None)
+        if epochs and getattr(self, "lr_scheduler", None) is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            steps = [round(num_training_steps * epoch / self.args.num_train_epochs) for epoch in epochs]
+            self.lr_scheduler = LambdaLR(optimizer, partial(_tenths, steps=steps))
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -547,3 +560,8 @@ def soft_target_loss(outputs: Any, targets: Tensor) -> Tensor:
         heads = [outputs["logits"]]
     losses = [F.cross_entropy(logits.float(), targets) for logits in heads]
     return torch.stack(losses).mean()
+
+
+def _tenths(step: int, steps: Sequence[int]) -> float:
+    """The share of the learning rate at a step, counted from 0: a tenth after each of `steps`."""
+    return 0.1 ** sum(step >= last for last in steps)

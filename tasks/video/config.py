@@ -162,6 +162,7 @@ class AugmentationConfig:
     random_place: the clip is taken anywhere in its video, not in its middle; with data.sampling segments, every frame
         anywhere in its segment.
     random_crop: the window of the model's size is cut anywhere, not in the centre.
+    short_side: [low, high], pixels, between which the shorter side of a training clip is drawn; null: data.short_side.
     horizontal_flip, vertical_flip: probabilities.
     brightness, contrast: largest distance from 0 and from 1, for pixels between 0 and 1.
     randaugment: timm's notation, for example rand-m7-n4-mstd0.5-inc1 (VideoMAE); null for none. Operations and their
@@ -172,6 +173,7 @@ class AugmentationConfig:
 
     random_place: bool = False
     random_crop: bool = False
+    short_side: list[int] | None = None
     horizontal_flip: float = 0.0
     vertical_flip: float = 0.0
     brightness: float = 0.0
@@ -188,6 +190,12 @@ class AugmentationConfig:
     def __post_init__(self) -> None:
         for name in ("random_place", "random_crop"):
             check_boolean(f"augmentation.{name}", getattr(self, name))
+        if (sides := self.short_side) is not None:
+            pair = isinstance(sides, (list, tuple)) and len(sides) == 2
+            for side in sides if pair else ():
+                check_integer("augmentation.short_side", side, 1)
+            if not pair or sides[0] > sides[1]:
+                raise ValueError(f"augmentation.short_side={sides!r} must be [low, high] in pixels, or null")
         for name in ("horizontal_flip", "vertical_flip", "brightness", "contrast"):
             value = getattr(self, name)
             check_number(f"augmentation.{name}", value, 0.0, 1.0 + 1e-9)
@@ -231,6 +239,10 @@ def check_config(config: Config) -> Config:
         )
     if data.source == "motion" and augmentation.random_place:
         raise ValueError("augmentation.random_place=true would move the middle frame of data.source motion; set false")
+    if augmentation.short_side is not None and data.cache:
+        raise ValueError(
+            f"augmentation.short_side={augmentation.short_side} gives each clip its own size; data.cache=true keeps one"
+        )
     check_trainer(config["trainer"])
     model_section = {key: value for key, value in config["model"].items() if key not in MODEL_EXTRAS}
     preset, image_model = config["model"].get("preset"), config["model"].get("image_model")

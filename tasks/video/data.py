@@ -211,15 +211,15 @@ class ClipDataset(Dataset):
             paths = tqdm(self.videos.paths, desc="decoding videos", disable=not show_progress)
             self.decoded = [read_frames(path, short_side=self.config.short_side) for path in paths]
 
-    def frames(self, index: int, place: float | np.ndarray = 0.5) -> np.ndarray:
+    def frames(self, index: int, place: float | np.ndarray = 0.5, short_side: int | None = None) -> np.ndarray:
         """The frames uint8 (F, height, width, 3) of the clip at this place in a video (`sample_indices`), or at these
-        places in its segments (`segment_indices`).
+        places in its segments (`segment_indices`); the shorter side as given, by default that of the config.
         """
         if self.decoded is not None:
             video = self.decoded[index]
             return video[self._numbers(len(video), place)]
         path = self.videos.paths[index]
-        return read_frames(path, self._numbers(count_frames(path), place), self.config.short_side)
+        return read_frames(path, self._numbers(count_frames(path), place), short_side or self.config.short_side)
 
     def _numbers(self, total: int, place: Any) -> list[int]:
         """Numbers of the frames of a clip in a video of `total` frames."""
@@ -227,10 +227,10 @@ class ClipDataset(Dataset):
             return segment_indices(total, self.num_frames, place)
         return sample_indices(total, self.num_frames, self.config.stride, place)
 
-    def _clip(self, index: int, place: float) -> np.ndarray:
+    def _clip(self, index: int, place: float, short_side: int | None = None) -> np.ndarray:
         """`frames`, kept for the other crops."""
         if self.crops == 1:
-            return self.frames(index, place)
+            return self.frames(index, place, short_side)
         if self._last is None or self._last[0] != (index, place):
             self._last = (index, place), self.frames(index, place)
         return self._last[1]
@@ -246,8 +246,12 @@ class ClipDataset(Dataset):
         if random is not None and augmentation is not None and augmentation.random_place:
             segments = self.config.sampling == "segments"
             place = random.random(self.num_frames) if segments else float(random.random())
+        side = None
+        if random is not None and augmentation is not None and augmentation.short_side is not None:
+            low, high = augmentation.short_side
+            side = int(random.integers(low, high + 1))
         try:
-            pixels = self.prepare(self._clip(index, place), random, along)
+            pixels = self.prepare(self._clip(index, place, side), random, along)
         except ValueError as error:
             raise ValueError(f"{self.videos.paths[index]}: {error}") from None
         sample = {"pixel_values": pixels, "labels": int(self.videos.labels[index])}

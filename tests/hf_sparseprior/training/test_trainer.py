@@ -4,7 +4,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_sparseprior as sp
-from hf_sparseprior.training import SparsePriorTrainer
+from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 
 
 class Squares(Dataset):
@@ -107,3 +107,48 @@ def test_the_best_model_comes_back_whole(tmp_path):
         assert torch.equal(value, seen[best][name]), name
         changed += not torch.equal(value, seen[trainer.state.global_step][name])
     assert changed == len(restored)
+
+
+def test_rates_fall_to_a_tenth_after_epochs_also_after_a_restart(tmp_path):
+    """TimeSformer's schedule: 15 epochs, steps after 11 and 14."""
+    arguments = {
+        "output_dir": str(tmp_path), "num_train_epochs": 15, "learning_rate": 0.1, "use_cpu": True,
+        "lr_scheduler_type": "constant", "learning_rate_steps": [11, 14],
+    }  # fmt: skip
+
+    def schedule():
+        trainer = SparsePriorTrainer(make_model(), SparsePriorTrainingArguments(**arguments))
+        trainer.create_optimizer()
+        return trainer.optimizer, trainer.create_scheduler(150)
+
+    def rates(optimizer, scheduler, steps):
+        for _ in range(steps):
+            yield optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+
+    optimizer, scheduler = schedule()
+    found = list(rates(optimizer, scheduler, 120))
+    torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
+    optimizer, again = schedule()
+    again.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
+    for group, rate in zip(optimizer.param_groups, again.get_last_lr(), strict=True):
+        group["lr"] = rate  # the optimizer's own state has it
+    found += rates(optimizer, again, 30)
+    assert found == pytest.approx([0.1] * 110 + [0.01] * 30 + [0.001] * 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate_steps": [14, 11]}, r"learning_rate_steps=\[14, 11\] must be rising epochs above 0 and below"),
+        ({"learning_rate_steps": [11, 15]}, r"below num_train_epochs=15"),
+        ({"learning_rate_steps": 11}, r"learning_rate_steps=11 must be rising epochs"),
+        ({"learning_rate_steps": []}, r"learning_rate_steps=\[\] must be rising epochs"),
+        ({"lr_scheduler_type": "cosine"}, r"a schedule of its own; lr_scheduler_type=cosine must be constant"),
+    ],
+)
+def test_steps_that_cannot_be_taken_are_refused(change, message, tmp_path):
+    options = {"lr_scheduler_type": "constant", "learning_rate_steps": [11, 14], "num_train_epochs": 15, **change}
+    with pytest.raises(ValueError, match=message):
+        SparsePriorTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)

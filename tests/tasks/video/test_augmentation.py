@@ -13,8 +13,8 @@ pytest.importorskip("matplotlib", reason="needs the extra classification")
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.training import Draw, DrawSampler, Mixing, SoftTargetCollator
 from tasks.common.images.randaugment import parse_policy, randaugment
-from tasks.video import train
-from tasks.video.config import AugmentationConfig, DataConfig
+from tasks.video import data, train
+from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import Preparation, Videos, load_data, make_dataset, make_test_dataset
 from tasks.video.decoding import segment_indices, write_video
 from tests.tasks.video.clips import write_videos
@@ -202,3 +202,39 @@ def test_batches_of_all_of_it_at_once_do_not_depend_on_workers(config_file):
     for workers, first in ((2, 0), (0, 0), (0, 1)):
         for one, two in zip(whole[first:], epoch(1, workers, first), strict=True):
             assert one["pixel_values"].equal(two["pixel_values"]) and one["labels"].equal(two["labels"])
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_shorter_side_of_a_training_clip_is_drawn(tmp_path, monkeypatch):
+    """TimeSformer's jitter: evenly between two sizes; the test has its own."""
+    videos, sides = numbered(tmp_path, 9), []
+    read = data.read_frames
+    monkeypatch.setattr(data, "read_frames", lambda path, at, side: (sides.append(side), read(path, at, side))[1])
+    config, augmentation = config_of(tmp_path, short_side=18), AugmentationConfig(short_side=[20, 23])
+    clips = make_dataset(videos, config, SMALL, augmentation)
+    draws = [Draw(0, epoch, 0) for epoch in range(200)]
+    shapes = {clips[draw]["pixel_values"].shape for draw in draws}
+    assert shapes == {(4, 3, 16, 16)} and all(20 <= side <= 23 for side in sides)
+    assert all(30 < sides.count(side) < 75 for side in (20, 21, 22, 23))
+    drawn = sides.copy()
+    sides.clear()
+    assert [clips[draw]["pixel_values"].shape for draw in draws] and sides == drawn  # by the draw alone
+    sides.clear()
+    make_test_dataset(videos, config, SMALL)[0]
+    assert sides == [18]
+
+
+@pytest.mark.parametrize("sides", [20, [20], [23, 20], [0, 3], [20, "b"], [20.5, 23]])
+def test_bad_sides_are_named(sides):
+    with pytest.raises(ValueError, match=r"augmentation\.short_side="):
+        AugmentationConfig(short_side=sides)
+
+
+def test_clips_of_many_sizes_are_not_kept_in_memory(tmp_path):
+    path = tmp_path / "run.yaml"
+    sections = {"data": {"source": "folder", "path": "x", "cache": True}, "augmentation": {"short_side": [20, 23]}}
+    path.write_text(yaml.safe_dump({**sections, "model": {}, "trainer": {"output_dir": str(tmp_path / "run")}}))
+    with pytest.raises(ValueError, match=r"augmentation\.short_side=\[20, 23\] gives each clip its own size"):
+        load_config(path)
