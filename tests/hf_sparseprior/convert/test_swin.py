@@ -29,6 +29,15 @@ from hf_sparseprior import SparsePriorSwinConfig, SparsePriorSwinForImageClassif
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model, saved_family
+from tests.hf_sparseprior.convert.conversions import (
+    assert_same,
+    assert_same_config,
+    check_stock_prior_is_carried_over,
+    outputs,
+    pixels_for,
+    weights_in,
+)
+from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
 
 # Grids of 8x8 and 4x4 patches; the windows of the second layer are shifted.
@@ -49,46 +58,17 @@ SOURCES = {
 }
 
 
-def moved(model):
-    """The model with no part at 0 or 1, where a lost weight would not show."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def make_source(kind):
     cls, options = SOURCES[kind]
-    return moved(cls(SwinConfig(**{**SIZES, **options})))
+    return scatter(cls(SwinConfig(**{**SIZES, **options})))
 
 
 def ours(folder, cls=SparsePriorSwinForImageClassification, **fields):
     """A saved model of ours."""
     labels = {} if "id2label" in fields else {"num_labels": 5}
-    model = moved(cls(SparsePriorSwinConfig(**{**SIZES, **labels, **fields})))
+    model = scatter(cls(SparsePriorSwinConfig(**{**SIZES, **labels, **fields})))
     model.save_pretrained(folder)
     return model
-
-
-def pixels_for(config):
-    sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
-    return torch.randn(2, config.num_channels, *sides)
-
-
-def outputs(model, pixels):
-    with torch.no_grad():
-        output = model(pixels)
-    return output.logits if "logits" in output else output.last_hidden_state
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-
-
-def weights_in(folder):
-    return load_file(folder / "model.safetensors")
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
@@ -141,12 +121,11 @@ def test_ours_as_a_model_of_transformers_and_back(cls, tmp_path):
     convert_checkpoint(tmp_path / "theirs", tmp_path / "back")
     back = load_whole_model(tmp_path / "back", cls)
     assert_same(model.state_dict(), back.state_dict())
-    before, after = model.config.to_dict(), back.config.to_dict()
-    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+    assert_same_config(model.config, back.config)
 
 
 def test_what_follows_from_the_window_or_only_pretraining_needs_is_left_out(tmp_path):
-    source = moved(SwinForMaskedImageModeling(SwinConfig(**SIZES, encoder_stride=8)))
+    source = scatter(SwinForMaskedImageModeling(SwinConfig(**SIZES, encoder_stride=8)))
     source.save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"
     index = "swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"  # as version 4 saved it
@@ -227,23 +206,6 @@ def test_a_prior_goes_to_the_stages_and_starts_where_the_source_is(tmp_path):
     assert_same(shared, dense)
 
 
-@pytest.mark.parametrize("target", ["swin", "timm", "original"])
-def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
-    model = ours(tmp_path / "ours", prior="fibottention+violin")
-    out = tmp_path / ("out.pth" if target == "original" else "out")
-    command = ["convert", str(tmp_path / "ours"), str(out), "--to", target]
-    capsys.readouterr()
-    assert main(command) == 2
-    assert f"has no place in {target}; --prior dense drops it" in capsys.readouterr().err
-    assert not out.exists()
-    assert main([*command, "--prior", "dense"]) == 0
-    assert "is replaced by 'dense'" in capsys.readouterr().out
-    convert_checkpoint(out, tmp_path / "back")
-    back = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "back")
-    kept = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}
-    assert_same(back.state_dict(), kept)
-
-
 def test_ours_to_ours_keeps_its_prior(tmp_path):
     model = ours(tmp_path / "ours", prior="fibottention+violin")
     convert_checkpoint(tmp_path / "ours", tmp_path / "same", to="sparseprior_swin")
@@ -309,20 +271,8 @@ def test_precision_and_processor_of_the_source_are_kept(tmp_path):
 )
 def test_the_prior_of_a_stock_model_is_carried_over(kind, prior, tmp_path):
     """Of three stages, the last has no support, there and here."""
-    source = sp.apply_prior(make_source(kind), prior)
-    with torch.no_grad():
-        for module in sp.adapters.stock_attention.stock_priors(source):
-            for parameter in module.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    pixels = pixels_for(source.config)
-    expected = outputs(source, pixels)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    loader = AutoModelForImageClassification if hasattr(source, "classifier") else AutoModel
-    model = loader.from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-4, atol=1e-5)
-    plain = outputs(sp.remove_prior(source), pixels)
-    assert (plain - expected).abs().max() > 1e-3  # the prior counts
+    source = make_source(kind)
+    check_stock_prior_is_carried_over(source, prior, pixels_for(source.config), tmp_path)
 
 
 def test_a_prior_that_the_config_does_not_name_is_not_lost_silently(tmp_path):
@@ -351,7 +301,7 @@ def timm_swin(**options):
 
     sizes = {**SIZES, "num_classes": 5, "img_size": SIZES["image_size"], **options}
     del sizes["image_size"]
-    return moved(SwinTransformer(**sizes))
+    return scatter(SwinTransformer(**sizes))
 
 
 def timm_folder(model, folder, **options):
@@ -391,8 +341,7 @@ def test_models_of_timm_go_both_ways(kind, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(pixels), expected)
     convert_checkpoint(tmp_path / "back", tmp_path / "again")
-    before, after = model.config.to_dict(), load_whole_model(tmp_path / "again").config.to_dict()
-    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+    assert_same_config(model.config, load_whole_model(tmp_path / "again").config)
 
 
 def test_a_base_model_as_timms(tmp_path):
@@ -502,40 +451,3 @@ def test_other_architectures_of_timm_are_refused(case, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-REFUSED_TARGETS = {
-    "activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
-    "norms": ("swin", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-05"),
-    "padding": ("timm", {"image_size": 40}, "image_size=40: stage 1 has 10x10 patches, which must be a multiple"),
-    "one side": ("timm", {"image_size": [32, 64]}, "stage 2 has 4x8 patches, which must be square or above a window"),
-    "odd": (
-        "original",
-        {"image_size": 36, "window_size": 3, "depths": [1, 1], "num_heads": [2, 2]},
-        "image_size=36: stage 1 has 9x9 patches, which must be even to be merged",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_TARGETS)
-def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
-    target, fields, message = REFUSED_TARGETS[case]
-    ours(tmp_path / "ours", **fields)
-    out = str(tmp_path / ("out.pth" if target == "original" else "out"))
-    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", out, to=target)
-    capsys.readouterr()
-    assert main(["convert", str(tmp_path / "ours"), out, "--to", target]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_targets_and_options_of_another_family_are_refused(tmp_path):
-    ours(tmp_path / "ours")
-    for target in ("vit", "timesformer", "sparseprior_vit"):
-        with pytest.raises(ValueError, match=f"is a sparseprior_swin, which {target} cannot express"):
-            convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "w.safetensors", to="timm")
-    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's names; this source has a number"):
-        convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "out", num_attention_heads=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "w.safetensors"]
