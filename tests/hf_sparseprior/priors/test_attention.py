@@ -4,6 +4,7 @@ import logging
 import pickle
 import sys
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -177,8 +178,7 @@ def test_layers_shuffle_the_supports():
     assert not torch.equal(first(tokens(), (4, 4), 1)[0], second(tokens(), (4, 4), 1)[0])
 
 
-@pytest.mark.parametrize("name", DECAYS)
-@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize(("support", "name"), zip(SUPPORTS, cycle(DECAYS)))
 def test_a_decay_without_effect_reproduces_the_base_model(support, name):
     # The same seed gives both the same projections. alpha = 1 and beta -> infinity is exact, beta = 20 nearly.
     base = make_layer(support)(tokens(), (4, 4), 1, backend="reference")[0]
