@@ -6,13 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
 
 from hf_sparseprior import SparsePriorConvitConfig, SparsePriorConvitForImageClassification, SparsePriorConvitModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model
-from tests.hf_sparseprior.convert.conversions import assert_same, assert_same_config, outputs, pixels_for
+from tests.hf_sparseprior.convert.conversions import (
+    assert_same,
+    assert_same_config,
+    check_timm_folder,
+    outputs,
+    pixels_for,
+)
 from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
 
@@ -108,15 +113,7 @@ def test_files_go_both_ways(suffix, positions, tmp_path):
 
 
 def test_a_base_model_as_timms(tmp_path):
-    model = ours(tmp_path / "ours", SparsePriorConvitModel)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
-    stock = import_timm().create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    pixels = pixels_for(model.config)
-    with torch.no_grad():
-        tokens = stock.forward_features(pixels)
-    torch.testing.assert_close(outputs(model, pixels), tokens, rtol=1e-5, atol=1e-5)
-    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
-    assert_same(model.state_dict(), load_whole_model(tmp_path / "back", AutoModel).state_dict())
+    check_timm_folder(ours(tmp_path / "ours", SparsePriorConvitModel), tmp_path)
 
 
 def test_a_prior_is_added_to_the_plain_layers(tmp_path):

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
-    AutoImageProcessor,
     AutoModel,
-    AutoModelForImageClassification,
     SwinBackbone,
     SwinConfig,
     SwinForImageClassification,
@@ -24,7 +22,6 @@ from transformers import (
     Swinv2Model,
 )
 
-import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorSwinConfig, SparsePriorSwinForImageClassification, SparsePriorSwinModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
@@ -32,7 +29,11 @@ from hf_sparseprior.models.pretrained import load_changed_model, load_whole_mode
 from tests.hf_sparseprior.convert.conversions import (
     assert_same,
     assert_same_config,
+    check_round_trip,
+    check_same_as_transformers,
     check_stock_prior_is_carried_over,
+    check_there_and_back,
+    check_timm_folder,
     outputs,
     pixels_for,
     weights_in,
@@ -78,50 +79,19 @@ def ours(folder, cls=SparsePriorSwinForImageClassification, **fields):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_models_of_transformers_compute_the_same(kind, names, tmp_path):
     source = make_source(kind)
-    source.save_pretrained(tmp_path / "source")  # writes the names of version 4
-    path = tmp_path / "source" / "model.safetensors"
-    assert any("attention.self.query" in name for name in load_file(path))
-    if names == "version 5":
-        save_file({name: value.contiguous() for name, value in source.state_dict().items()}, path)
-        assert any("attention.q_proj" in name for name in load_file(path))
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    loader = AutoModelForImageClassification if hasattr(source, "classifier") else AutoModel
-    model = loader.from_pretrained(tmp_path / "out").eval()
-    pixels = pixels_for(source.config)
-    torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-5, atol=1e-5)
+    check_same_as_transformers(source, pixels_for(source.config), names, tmp_path, "attention.self.query")
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
     source = make_source(kind)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "swin"]) == 0
-    assert_same(weights_in(tmp_path / "source"), weights_in(tmp_path / "back"))
-    model, info = type(source).from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(info.values()), info
-    pixels = pixels_for(source.config)
-    assert torch.equal(outputs(model.eval(), pixels), outputs(source, pixels))
-    differing = {key for key, value in source.config.to_dict().items() if getattr(model.config, key) != value}
-    assert differing <= {"_name_or_path", "dtype", "architectures", "transformers_version"}
-    height, width = pixels.shape[2:]
-    assert AutoImageProcessor.from_pretrained(tmp_path / "back").size == {"height": height, "width": width}
+    check_round_trip(source, pixels_for(source.config), tmp_path)
 
 
 @pytest.mark.parametrize("cls", [SparsePriorSwinForImageClassification, SparsePriorSwinModel])
 def test_ours_as_a_model_of_transformers_and_back(cls, tmp_path):
-    model = ours(tmp_path / "ours", cls, drop_path_rate=0.2, window_size=4)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", to="swin")
-    name = json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"][0]
-    stock = {"SwinModel": SwinModel, "SwinForImageClassification": SwinForImageClassification}[name]
-    assert (stock is SwinModel) == (cls is SparsePriorSwinModel)
-    stock = stock.from_pretrained(tmp_path / "theirs").eval()
-    pixels = pixels_for(model.config)
-    torch.testing.assert_close(outputs(stock, pixels), outputs(model, pixels), rtol=1e-5, atol=1e-5)
-    convert_checkpoint(tmp_path / "theirs", tmp_path / "back")
-    back = load_whole_model(tmp_path / "back", cls)
-    assert_same(model.state_dict(), back.state_dict())
-    assert_same_config(model.config, back.config)
+    stock = check_there_and_back(ours(tmp_path / "ours", cls, drop_path_rate=0.2, window_size=4), "swin", tmp_path)
+    assert isinstance(stock, SwinModel) == (cls is SparsePriorSwinModel)
 
 
 def test_what_follows_from_the_window_or_only_pretraining_needs_is_left_out(tmp_path):
@@ -247,19 +217,6 @@ def test_an_image_size_that_shrinks_a_window_interpolates_its_table(tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", image_size=16, to="swin")
 
 
-def test_precision_and_processor_of_the_source_are_kept(tmp_path):
-    source = make_source("classifier").to(torch.bfloat16)
-    source.save_pretrained(tmp_path / "source")
-    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 40, "width": 40}, "resample": 2}
-    settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-    (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(settings))
-    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
-    convert_checkpoint(tmp_path / "ours", tmp_path / "back", to="swin")
-    assert_same(weights_in(tmp_path / "source"), weights_in(tmp_path / "back"))
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "back")
-    assert processor.size == {"height": 40, "width": 40} and tuple(processor.image_mean) == (0.1, 0.2, 0.3)
-
-
 @pytest.mark.parametrize(
     ("kind", "prior"),
     [
@@ -273,15 +230,6 @@ def test_the_prior_of_a_stock_model_is_carried_over(kind, prior, tmp_path):
     """Of three stages, the last has no support, there and here."""
     source = make_source(kind)
     check_stock_prior_is_carried_over(source, prior, pixels_for(source.config), tmp_path)
-
-
-def test_a_prior_that_the_config_does_not_name_is_not_lost_silently(tmp_path):
-    sp.apply_prior(make_source("classifier"), "violin").save_pretrained(tmp_path / "source")
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    del config["sparse_prior"]
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config\.json lacks 'sparse_prior'"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out")
 
 
 # ---- timm and the original ------------------------------------------------------------------------------------------
@@ -345,15 +293,7 @@ def test_models_of_timm_go_both_ways(kind, tmp_path):
 
 
 def test_a_base_model_as_timms(tmp_path):
-    model = ours(tmp_path / "ours", SparsePriorSwinModel)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
-    stock = import_timm().create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    pixels = pixels_for(model.config)
-    with torch.no_grad():
-        tokens = stock.forward_features(pixels).flatten(1, 2)
-    torch.testing.assert_close(outputs(model, pixels), tokens, rtol=1e-5, atol=1e-5)
-    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
-    assert_same(model.state_dict(), load_whole_model(tmp_path / "back", AutoModel).state_dict())
+    check_timm_folder(ours(tmp_path / "ours", SparsePriorSwinModel), tmp_path)
 
 
 def original_state(source):
