@@ -23,11 +23,6 @@ HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
 
 
-@pytest.fixture(autouse=True)
-def no_forced_backend(monkeypatch):
-    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
-
-
 def make_layer(prior="fibottention+violin", *, grid=(4, 4), heads=HEADS, seed=0, **options):
     torch.manual_seed(seed)
     return SparsePriorAttention(HIDDEN, heads, resolve_prior(prior, heads, grid), **options)
