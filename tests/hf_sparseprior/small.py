@@ -1,5 +1,7 @@
 """The smallest useful config of every family, for the tests that run over all of them."""
 
+import torch
+
 from hf_sparseprior.base.families import FAMILIES
 
 VIT = {
@@ -82,3 +84,17 @@ def shipped_families():
 def small(family, **options):
     """A small config of a family."""
     return FAMILIES[family].make_config(**{**SMALL[family], **options})
+
+
+def scatter(model, amount=0.2, seed=0):
+    """The model in evaluation mode, with weights far from their small initial values: every part of it matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(amount * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model.eval()
+
+
+def noise(*shape, dtype=torch.float32):
+    """Images, clips or tokens of this shape, the same in every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype)

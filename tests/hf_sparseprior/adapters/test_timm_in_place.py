@@ -5,6 +5,7 @@ import io
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
@@ -131,7 +132,6 @@ CASES = {
 }
 # One of each class of encoder and of attention.
 CLASSES = ("vit", "deit", "eva", "rope", "naflex", "swin")
-cases = pytest.mark.parametrize("name", CASES)
 classes = pytest.mark.parametrize("name", CLASSES)
 
 
@@ -210,7 +210,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
 
 
-@cases
+@classes
 @pytest.mark.parametrize("decay", ["violin", "manhattan"])
 def test_starts_as_the_model_it_was(name, decay):
     model = CASES[name].build()
@@ -222,12 +222,15 @@ def test_starts_as_the_model_it_was(name, decay):
     assert {key.rpartition(f".attn.{PRIOR_MODULE}.")[2] for key in new} >= {"decay_bias.alpha", "decay_bias.beta"}
 
 
-@cases
-@pytest.mark.parametrize("prior", PRIORS.values(), ids=list(PRIORS))
+# Every case with one prior, and one case of each class with every prior.
+PAIRS = {*zip(CASES, cycle(PRIORS)), *product(CLASSES, PRIORS)}
+
+
+@pytest.mark.parametrize(("name", "prior"), sorted(PAIRS))
 def test_equals_timms_own_attention_written_out(name, prior):
     case = CASES[name]
     model, dense = case.build(), output(case.build(), name)
-    sp.apply_prior(model, prior)
+    sp.apply_prior(model, PRIORS[prior])
     move_decays(model)
     got = output(model, name)
     assert_near(got, written_out(model, case.build(), case, case.images()))
@@ -274,7 +277,7 @@ def test_published_architectures(name):
         assert torch.equal((sp.remove_prior(model), features())[1], before)
 
 
-@cases
+@classes
 @pytest.mark.parametrize("fused", [True, False])
 def test_removal_restores_every_bit(name, fused):
     model = CASES[name].build()

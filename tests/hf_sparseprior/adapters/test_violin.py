@@ -15,7 +15,6 @@ from transformers import (
     ResNetConfig,
     ResNetModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
@@ -31,6 +30,7 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.training import SparsePriorTrainer
 from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY
+from tests.hf_sparseprior.training.test_trainer import StopAt
 from tests.processes import run_script
 
 families = pytest.mark.parametrize("name", [*STOCK, "ours"])
@@ -397,17 +397,6 @@ class Halves(Dataset):
         return {"pixel_values": pixels, "labels": label}
 
 
-class StopAfter(TrainerCallback):
-    """Ends training at a step, as a kill would."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def make_trainer(make_config, folder, **options):
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(**TINY, num_labels=2, pooler_output_size=48))
@@ -427,7 +416,7 @@ def test_trainer_resumes_and_restores_every_tensor(make_config, tmp_path):
     whole = make_trainer(make_config, tmp_path / "whole")
     whole.train()
     cut = make_trainer(make_config, tmp_path / "cut")
-    cut.add_callback(StopAfter(3))
+    cut.add_callback(StopAt(3))
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     resumed = make_trainer(make_config, tmp_path / "cut")

@@ -5,11 +5,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
-from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
-from hf_sparseprior.base.extras import EXTRAS
-from hf_sparseprior.models.configuration_sparseprior_convit import PRESETS
+from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
-from hf_sparseprior.priors.low_rank import MIXERS
 from tasks.analysis.paper_numbers import (
     FIGURE_3,
     patch_pruning,
@@ -17,67 +14,14 @@ from tasks.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
-
-SMALL = {
-    "image_size": (28, 36), "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 5, "num_local_layers": 2,
-    "num_attention_heads": 4, "intermediate_size": 12, "num_labels": 5,
-}  # fmt: skip
-
-
-def torchs_count(config, height, width, batch=1):
-    """What torch counts in a forward with dense attention written out as matrix products."""
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        model = sp.SparsePriorConvitForImageClassification(config).eval()
-        images = torch.empty(batch, config.num_channels, height, width)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images)
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_dense_presets_equal_torchs_count(preset):
-    # One in full depth; gated layers are alike, and so are plain ones.
-    depths = {} if preset == "convit_tiny" else {"num_hidden_layers": 3, "num_local_layers": 2}
-    config = sp.SparsePriorConvitConfig.from_preset(preset, num_labels=10, **depths)
-    assert model_flops(config, convention="torch").total == torchs_count(config, 224, 224)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_labels": 0, "qkv_bias": True, "num_channels": 1, "image_mean": 0.5, "image_std": 0.5},
-        {"patch_size": (4, 2), "num_local_layers": 4, "pooling": "mean"},
-        {"num_local_layers": 0, "num_attention_heads": 1},
-    ],
-    ids=str,
-)
-def test_other_models_and_sizes_equal_torchs_count(options):
-    config = sp.SparsePriorConvitConfig(**{**SMALL, **options})
-    for size in ((28, 36), (8, 60)):
-        assert model_flops(config, size, convention="torch").total == torchs_count(config, *size)
+from tests.hf_sparseprior.analysis.test_flops_every_family import CONVIT as SMALL
+from tests.hf_sparseprior.analysis.torchs_flops import torchs_count
 
 
 def test_logits_of_positions_are_needed_once_for_all_images():
     config = sp.SparsePriorConvitConfig(**SMALL)
     counted = model_flops(config, convention="torch")
     assert torchs_count(config, 28, 36, batch=3) == 3 * counted.total - 2 * counted.part("positions")
-
-
-@pytest.mark.parametrize("extra", [name for name, kind in EXTRAS.items() if kind.place != "model"])
-def test_extras_equal_torchs_count(extra):
-    config = sp.SparsePriorConvitConfig(prior={"extras": [extra]}, **SMALL)
-    counted, plain = (model_flops(config, convention="torch", prior=prior) for prior in (None, "dense"))
-    assert counted.total == torchs_count(config, 28, 36)
-    assert counted.layers[:2] == plain.layers[:2]
-    assert (counted.total > plain.total) == (extra != "swin_rpb")
-
-
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
-def test_mixers_equal_torchs_count(mixer):
-    config = sp.SparsePriorConvitConfig(prior=mixer, **SMALL)
-    assert model_flops(config, convention="torch").total == torchs_count(config, 28, 36)
 
 
 # Those that leave pairs out on small grids.
@@ -99,15 +43,6 @@ def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(s
     assert outside and counted.total == torchs_count(config, 28, 36) - outside
 
 
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "random+violin"])
-def test_pairs_are_the_weights_of_the_model(prior):
-    config = sp.SparsePriorConvitConfig(prior=prior, **SMALL)
-    model = sp.SparsePriorConvitModel(config).eval()
-    with torch.no_grad():
-        weights = model(torch.randn(1, 3, 16, 40), output_attentions=True).attentions
-    assert model_flops(config, (16, 40)).attended_pairs == [(each != 0).sum() for each in weights]
-
-
 @pytest.mark.parametrize("learn_alpha", [True, False])
 def test_decay_operations_equal_a_count_of_the_plain_layers(learn_alpha):
     prior = {"support": "random", "decay": {"name": "violin", "learn_alpha": learn_alpha}}
@@ -122,27 +57,13 @@ def test_decay_operations_equal_a_count_of_the_plain_layers(learn_alpha):
     assert model_flops(config, prior="fibottention").decay is None
 
 
-def test_parts_add_up_and_each_convention_scales_them():
+def test_parts_by_hand():
     config = sp.SparsePriorConvitConfig(prior="fibottention", **SMALL)
-    plain, torchs, softmax = (model_flops(config, convention=name) for name in CONVENTIONS)
-    assert plain.total == plain.patch_embedding + plain.classifier + plain.attention + plain.part("projections", "mlp")
+    plain, patches = model_flops(config), model_flops(config, num_prefix_tokens=0)
     assert plain.part("projections") == 4 * 8**2 * (2 * 63 + 3 * 64)
     assert plain.part("mlp") == 2 * 8 * 12 * (2 * 63 + 3 * 64)
     assert plain.part("positions") == 2 * 3 * 4 * 63**2
-    assert torchs.total == 2 * plain.total
-    # Gated layers have two softmaxes over every pair.
-    assert softmax.total - torchs.total == 5 * (sum(plain.attended_pairs) + 2 * 4 * 63**2)
-    assert plain.tokens == "the patches, the class token too from layer 3 on" and plain.num_prefix_tokens == 1
-    patches = model_flops(config, num_prefix_tokens=0)
-    assert patches.tokens == "the patches only" and patches.total < plain.total
-
-
-def test_what_the_model_refuses_is_not_counted():
-    config = sp.SparsePriorConvitConfig(**SMALL)
-    with pytest.raises(ValueError, match="the gated layers of a ConViT need all patches"):
-        model_flops(config, prior="evit")
-    with pytest.raises(ValueError, match="image_size=30x30 must be a multiple of the 4x4 patch"):
-        model_flops(config, 30)
+    assert plain.num_prefix_tokens == 1 and patches.total < plain.total
 
 
 # ---- the papers' numbers --------------------------------------------------------------------------------------------

@@ -1,66 +1,18 @@
 import numpy as np
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
-from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
-from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.models.configuration_sparseprior_iformer import PRESETS
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
 from tasks.analysis.paper_numbers import iformer_pruning, unexplained_numbers
+from tests.hf_sparseprior.analysis.test_flops_every_family import IFORMER as SMALL
+from tests.hf_sparseprior.analysis.torchs_flops import torchs_count
 
-# Attention on maps of 4x5 and 2x3.
-SMALL = {
-    "image_size": (64, 80), "hidden_sizes": [4, 6, 8, 16], "conv_depths": [1, 2, 1, 0],
-    "attention_depths": [0, 0, 2, 1], "final_conv_depths": [0, 0, 1, 0], "key_reduction": [1, 1, 2, 4], "conv_ratio": 3,
-    "mlp_ratio": 2, "num_labels": 5,
-}  # fmt: skip
 LAYERS = [((4, 5), 8, 4)] * 2 + [((2, 3), 16, 4)]  # grid, width and that of keys
 
 
-def torchs_count(config, height, width):
-    """What torch counts in a forward with dense attention written out as matrix products."""
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        model = sp.SparsePriorIformerForImageClassification(config).eval()
-        images = torch.empty(1, config.num_channels, height, width)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images)
-    return counter.get_total_flops()
-
-
 # ---- models ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_dense_presets_equal_torchs_count(preset):
-    config = sp.SparsePriorIformerConfig.from_preset(preset, num_labels=1000)
-    assert model_flops(config, convention="torch").total == torchs_count(config, 224, 224)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_labels": 0, "num_channels": 1, "image_mean": 0.5, "image_std": 0.5},
-        {"use_distillation_classifier": True, "stem_kernel_size": 3, "kernel_size": 5, "position_kernel_size": 5},
-    ],
-    ids=str,
-)
-def test_other_models_and_sizes_equal_torchs_count(options):
-    config = sp.SparsePriorIformerConfig(**{**SMALL, **options})
-    for height, width in ((64, 80), (5, 61)) if options else ((96, 64), (3, 3)):
-        assert model_flops(config, (height, width), convention="torch").total == torchs_count(config, height, width)
-
-
-@pytest.mark.parametrize(
-    "extra", [name for name, kind in EXTRAS.items() if kind.place != "model" and name not in ("swin_rpb", "irpe_qkv")]
-)
-def test_extras_equal_torchs_count(extra):
-    config = sp.SparsePriorIformerConfig(prior={"extras": [extra]}, **SMALL)
-    counted = model_flops(config, convention="torch")
-    assert counted.total == torchs_count(config, 64, 80) > model_flops(config, convention="torch", prior="dense").total
 
 
 def test_a_predictors_logits_are_those_of_dense_attention():
@@ -71,18 +23,13 @@ def test_a_predictors_logits_are_those_of_dense_attention():
     assert counted.part("av") == 80 * 8 + 12 * 16
 
 
-def test_parts_add_up_and_each_convention_scales_them():
-    config = sp.SparsePriorIformerConfig(prior="fibottention+violin", **SMALL)
-    plain, torchs, softmax = (model_flops(config, convention=name) for name in CONVENTIONS)
-    layers = plain.part("projections", "mlp")
-    assert plain.total == plain.patch_embedding + plain.convolutions + plain.classifier + plain.attention + layers
+def test_parts_by_hand():
+    plain = model_flops(sp.SparsePriorIformerConfig(prior="fibottention+violin", **SMALL))
     assert plain.part("projections") == sum(h * w * c * (2 * k + 3 * c) for (h, w), c, k in LAYERS)
     assert plain.part("mlp") == sum(h * w * 4 * c**2 for (h, w), c, _ in LAYERS)
     assert plain.part("qk") == sum(n * k for n, (_, _, k) in zip(plain.attended_pairs, LAYERS, strict=True))
     assert plain.part("av") == sum(n * c for n, (_, c, _) in zip(plain.attended_pairs, LAYERS, strict=True))
-    assert torchs.total == 2 * plain.total and softmax.total - torchs.total == 5 * sum(plain.attended_pairs)
-    assert plain.grid == (16, 20) and plain.tokens == "the places only, 20, 6 in the stages with attention"
-    assert plain.decay == torchs.decay and plain.to_dict()["total"] == plain.total
+    assert plain.grid == (16, 20)
 
 
 # The supports whose defaults leave out a pair of one head, and a smaller window.
@@ -106,37 +53,11 @@ def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(s
     assert outside and counted.total == torchs_count(config, 64, 80) - outside
 
 
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "random+violin"])
-def test_pairs_are_the_weights_of_the_model(prior):
-    config = sp.SparsePriorIformerConfig(prior=prior, **SMALL)
-    torch.manual_seed(0)
-    model = sp.SparsePriorIformerModel(config).eval()
-    for size in ((64, 80), (32, 96)):
-        with torch.no_grad():
-            weights = model(torch.randn(1, 3, *size), output_attentions=True).attentions
-        assert [int((own != 0).sum()) for own in weights] == model_flops(config, size).attended_pairs
-
-
 def test_decay_operations_equal_a_count_of_the_pairs():
     counted = model_flops(sp.SparsePriorIformerConfig(prior="violin", **SMALL))
     pairs = sum((h * w) ** 2 for (h, w), _, _ in LAYERS)
     assert counted.decay == {"build": 3 * 8 * pairs, "apply": 2 * pairs}
     assert model_flops(sp.SparsePriorIformerConfig(**SMALL)).decay is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image_size": 0}, "image_size=0 must be an integer of 1 or more"),
-        ({"num_prefix_tokens": 1}, "num_prefix_tokens=1 must be 0: a SparsePriorIformer has places only"),
-        ({"prior": "linformer"}, "'linformer' is for values as wide as queries"),
-        ({"prior": ["dense"]}, "a list of 1 must have one for each of 2 stages"),
-        ({"convention": "macs"}, "convention='macs' must be one of multiply_adds"),
-    ],
-)
-def test_bad_values_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        model_flops(sp.SparsePriorIformerConfig(**SMALL), **arguments)
 
 
 # ---- the paper's number ---------------------------------------------------------------------------------------------

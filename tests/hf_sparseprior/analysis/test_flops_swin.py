@@ -4,33 +4,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
-from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
-from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.base.families import preset_family
-from hf_sparseprior.models.configuration_sparseprior_swin import PRESETS, SUPPORT_STAGES
+from hf_sparseprior.models.configuration_sparseprior_swin import SUPPORT_STAGES
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
 from tasks.analysis.paper_numbers import swin_pruning, unexplained_numbers
+from tests.hf_sparseprior.analysis.test_flops_every_family import SWIN as SMALL
+from tests.hf_sparseprior.analysis.torchs_flops import torchs_count
 
-# Windows of 3x3 in grids of 7x9 and 4x5, which are padded, and of 2x2 in a grid of 2x3.
-SMALL = {
-    "image_size": (28, 36), "embed_dim": 8, "depths": [2, 1, 2], "num_heads": [2, 4, 2], "window_size": 3,
-    "num_labels": 5,
-}  # fmt: skip
 GRIDS = [(7, 9), (4, 5), (2, 3)]
-
-
-def torchs_count(config, height, width, batch=1):
-    """What torch counts in a forward with dense attention written out as matrix products."""
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        model = sp.SparsePriorSwinForImageClassification(config).eval()
-        images = torch.empty(batch, config.num_channels, height, width)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images)
-    return counter.get_total_flops()
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -41,42 +25,6 @@ def test_the_papers_numbers(preset, published):
     """Liu et al. 2021, Table 1a."""
     config = sp.SparsePriorSwinConfig.from_preset(preset, num_labels=1000)
     assert round(model_flops(config).total / 1e9, 1) == published
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_dense_presets_equal_torchs_count(preset):
-    # One in full depth; the layers of a stage are alike.
-    depths = {} if preset == "swin_tiny" else {"depths": (1, 1, 2, 1)}
-    config = sp.SparsePriorSwinConfig.from_preset(preset, num_labels=10, **depths)
-    assert model_flops(config, convention="torch").total == torchs_count(config, 224, 224)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_labels": 0, "qkv_bias": False, "num_channels": 1, "image_mean": 0.5, "image_std": 0.5, "mlp_ratio": 2.5},
-        {"patch_size": (4, 2), "depths": [3], "num_heads": [1]},
-        {"window_size": 50},
-    ],
-    ids=str,
-)
-def test_other_models_and_sizes_equal_torchs_count(options):
-    config = sp.SparsePriorSwinConfig(**{**SMALL, **options})
-    for height, width in ((28, 36), (5, 61)) if options else ((24, 48), (3, 3)):
-        assert model_flops(config, (height, width), convention="torch").total == torchs_count(config, height, width)
-
-
-@pytest.mark.parametrize(
-    "extra", [name for name, kind in EXTRAS.items() if kind.place != "model" and name != "swin_rpb"]
-)
-def test_extras_equal_torchs_count(extra):
-    for own in [{}, {"squeeze_excitation": 5}] if extra == "localvit" else [{}]:
-        config = sp.SparsePriorSwinConfig(prior={"extras": [{"name": extra, **own}]}, **SMALL)
-        counted = model_flops(config, convention="torch")
-        assert counted.total == torchs_count(config, 28, 36)
-        plain = model_flops(config, convention="torch", prior="dense")
-        assert counted.total > plain.total and (counted.attention > plain.attention) == (extra != "localvit")
 
 
 def test_what_depends_on_no_token_is_needed_once_for_all_images():
@@ -96,22 +44,13 @@ def test_a_predictors_logits_are_those_of_dense_attention():
     assert counted.part("projections", "mlp", "merging") == dense.part("projections", "mlp", "merging")
 
 
-def test_parts_add_up_and_each_convention_scales_them():
-    config = sp.SparsePriorSwinConfig(prior="fibottention+violin", **SMALL)
-    plain, torchs, softmax = (model_flops(config, convention=name) for name in CONVENTIONS)
-    assert plain.total == plain.patch_embedding + plain.classifier + plain.attention + plain.part(
-        "projections", "mlp", "merging"
-    )
+def test_parts_by_hand():
+    plain = model_flops(sp.SparsePriorSwinConfig(prior="fibottention+violin", **SMALL))
     assert plain.part("projections") == 4 * (2 * 9 * 9 * 8**2 + 6 * 6 * 16**2 + 2 * 2 * 4 * 32**2)
     assert plain.part("mlp") == 8 * (2 * 63 * 8**2 + 20 * 16**2 + 2 * 6 * 32**2)
     assert plain.part("merging") == 8 * (20 * 8**2 + 6 * 16**2)
     assert plain.patch_embedding == 63 * 3 * 16 * 8 and plain.classifier == 32 * 5
-    assert torchs.total == 2 * plain.total and softmax.total - torchs.total == 5 * sum(plain.attended_pairs)
-    assert plain.decay == torchs.decay == softmax.decay
     assert plain.grid == (7, 9) and plain.num_prefix_tokens == 0
-    assert plain.tokens == "the patches only, 63, 20, 6 in the stages; projections and pairs of padded windows"
-    assert model_flops(config, 96).tokens == "the patches only, 576, 144, 36 in the stages"
-    assert plain.to_dict()["total"] == plain.total
 
 
 # The supports whose defaults leave out a pair of a 3x3 window, and a smaller window.
@@ -144,22 +83,6 @@ def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(s
     assert outside and counted.total == torchs_count(config, *size) - outside
 
 
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "random+violin"])
-def test_pairs_are_the_weights_of_the_model_in_windows_that_are_not_shifted(prior):
-    config = sp.SparsePriorSwinConfig(prior=prior, **SMALL)
-    torch.manual_seed(0)
-    model = sp.SparsePriorSwinModel(config).eval()
-    for size in ((28, 36), (16, 40)):
-        with torch.no_grad():
-            weights = model(torch.randn(1, 3, *size), output_attentions=True).attentions
-        counted = model_flops(config, size).attended_pairs
-        assert len(counted) == len(weights) == 5
-        for layer in (0, 2, 3):
-            assert (weights[layer] != 0).sum() == counted[layer]
-        for layer in (1, 4):
-            assert (weights[layer] != 0).sum() <= counted[layer] == counted[layer - 1]
-
-
 def test_decay_operations_equal_a_count_of_the_windows():
     for learn_alpha, name in itertools.product((True, False), ("violin", "manhattan")):
         prior = {"support": "fibottention", "decay": {"name": name, "learn_alpha": learn_alpha}}
@@ -188,23 +111,6 @@ def test_a_prior_that_is_given_goes_where_the_configs_would():
     assert given.to_dict() == model_flops(own).to_dict() == model_flops(config, prior=own.prior).to_dict()
     assert config.prior_name == "dense" and given.attention < model_flops(config).attention
     assert given.layers[3:] == model_flops(config).layers[3:]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image_size": 0}, "image_size=0 must be an integer of 1 or more"),
-        ({"image_size": (28, 28, 3)}, r"image_size=\(28, 28, 3\) must be one number or \(height, width\)"),
-        ({"num_prefix_tokens": 1}, "num_prefix_tokens=1 must be 0: a SparsePriorSwin has patches only"),
-        ({"prior": "fibotention"}, "did you mean 'fibottention'"),
-        ({"prior": "linformer"}, "'linformer' is for a whole image"),
-        ({"prior": ["dense"]}, "a list of 1 must have one for each of 3 stages"),
-        ({"convention": "macs"}, "convention='macs' must be one of multiply_adds"),
-    ],
-)
-def test_bad_values_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        model_flops(sp.SparsePriorSwinConfig(**SMALL), **arguments)
 
 
 # ---- pruning ratio --------------------------------------------------------------------------------------------------

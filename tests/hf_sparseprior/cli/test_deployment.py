@@ -60,9 +60,8 @@ PRIORS = {
 }
 # Models besides the classifier of each family: (family, class, options).
 MODELS = {
-    **{f"{name} along": (name, "classifier", {"prior": {"support": {"name": "window", "w": 1, "order": "hilbert"}}})
+    **{f"{name} bare": (name, "base", {"prior": {"support": {"name": "window", "w": 1, "order": "hilbert"}}})
        for name in SMALL},
-    **{f"{name} bare": (name, "base", {"prior": PRIOR}) for name in SMALL},
     **{f"{name} maps": (name, "backbone", {"prior": PRIOR}) for name in SMALL if FAMILIES[name].backbone},
     "pruned tokens": ("sparseprior_vit", "base", {"prior": "fibottention+evit", **LARGER}),
     "joint": ("sparseprior_timesformer", "classifier", {"prior": PRIOR, "attention_type": "joint_space_time"}),
@@ -537,37 +536,39 @@ def test_accuracy_on_labelled_images(alone, saved, tmp_path, capsys):
     assert "must have a folder of images for each class" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("weights", "name"), NARROW)
-def test_a_trained_model_stays_as_accurate(tmp_path, alone, weights, name):
-    digits = sklearn.datasets.load_digits()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Folders of a classifier of digits that was trained, and of images that it did not see."""
+    folder, digits = tmp_path_factory.mktemp("digits"), sklearn.datasets.load_digits()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    model = FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior=PRIOR, **sizes))
     pixels = torch.from_numpy(digits.images).float().div(8).sub(1).unsqueeze(1)  # as the processor prepares them
-    labels, model = torch.from_numpy(digits.target), digits_model()
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=2e-3)
+    labels, optimizer = torch.from_numpy(digits.target), torch.optim.AdamW(model.train().parameters(), lr=2e-3)
     for step in range(450):
         batch = torch.randperm(1500, generator=torch.Generator().manual_seed(step))[:64]
         optimizer.zero_grad()
         model(pixels[batch], labels=labels[batch]).loss.backward()
         optimizer.step()
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(folder / "model")
     for number in range(1500, 1797):
-        folder = tmp_path / "images" / f"LABEL_{labels[number]}"
-        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / "images" / f"LABEL_{labels[number]}"
+        own.mkdir(parents=True, exist_ok=True)
         gray = (digits.images[number] * 255 / 16).round().astype(np.uint8)
-        Image.fromarray(gray).save(folder / f"{number}.png")
-    arguments = ["--format", name, "--weights", weights, "--images", tmp_path / "images"]
-    assert export(tmp_path / "model", tmp_path / "out", *arguments) == 0
+        Image.fromarray(gray).save(own / f"{number}.png")
+    return folder / "model", folder / "images"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "name"), NARROW)
+def test_a_trained_model_stays_as_accurate(trained, tmp_path, alone, weights, name):
+    model, labelled = trained
+    arguments = ["--format", name, "--weights", weights, "--images", labelled]
+    assert export(model, tmp_path / "out", *arguments) == 0
     found = json.loads((tmp_path / "out" / DEPLOYMENT).read_text())["accuracy"]
     assert found["pytorch"] > 0.8 and found["float32"] == found["pytorch"]
     assert abs(found["file"] - found["float32"]) <= 0.02
-
-
-def digits_model():
-    """A small classifier of digits."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    sizes |= {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
-    return FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior=PRIOR, **sizes))
 
 
 def test_images_are_for_classifiers_of_images(tmp_path, capsys):

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
@@ -31,7 +30,18 @@ import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
-from hf_sparseprior.convert import convert_checkpoint, read_checkpoint, target_formats
+from hf_sparseprior.convert import convert_checkpoint, read_checkpoint
+from tests.hf_sparseprior.convert.conversions import (
+    assert_same,
+    check_round_trip,
+    check_same_as_transformers,
+    check_stock_prior_is_carried_over,
+    check_there_and_back,
+    check_timm_folder,
+    outputs,
+    pixels_for,
+)
+from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
@@ -51,18 +61,11 @@ SOURCES = {
     ),
 }
 
-# Foreign formats of ViTs; Swin's are in test_swin.py, TimeSformer's next to its model.
-FOREIGN = [name for name, formats in target_formats().items() if "sparseprior_vit" in formats and "sparse" not in name]
-
 
 def make_source(kind):
     config, model, options = SOURCES[kind]
     torch.manual_seed(0)
-    source = model(config(**SIZES, **options)).eval()
-    with torch.no_grad():  # so that no part stays at 0 or 1, where a lost weight would not show
-        for parameter in source.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return source
+    return scatter(model(config(**SIZES, **options)))  # no part stays at 0 or 1, where a lost weight would not show
 
 
 def test_scalars_of_an_earlier_save_are_not_read(tmp_path):
@@ -84,27 +87,11 @@ def test_scalars_of_an_earlier_save_are_not_read(tmp_path):
             torch.testing.assert_close(ours(images).logits, model(images).logits)
 
 
-def outputs(model, pixels):
-    with torch.no_grad():
-        output = model(pixels)
-    return output.logits if "logits" in output else output.last_hidden_state
-
-
 @pytest.mark.parametrize("names", ["version 4", "version 5"])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_models_of_transformers_compute_the_same(kind, names, tmp_path):
-    source = make_source(kind)
-    source.save_pretrained(tmp_path / "source")  # writes the names of version 4
-    path = tmp_path / "source" / "model.safetensors"
-    written = any("attention.attention.query" in name for name in load_file(path))
-    assert written
-    if names == "version 5":
-        save_file({name: value.contiguous() for name, value in source.state_dict().items()}, path)
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    loader = AutoModelForImageClassification if "logits" in source(torch.zeros(1, 3, 32, 32)) else AutoModel
-    model = loader.from_pretrained(tmp_path / "out").eval()
     pixels = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-4, atol=1e-5)
+    check_same_as_transformers(make_source(kind), pixels, names, tmp_path, "attention.attention.query")
 
 
 def exact(source, folder):
@@ -116,28 +103,8 @@ def exact(source, folder):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
-    source = make_source(kind)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
-    convert_checkpoint(tmp_path / "ours", tmp_path / "back", to=source.config.model_type)
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "back"))
     unused = ("mask_token", "pooler.dense.weight", "pooler.dense.bias")  # pretraining's, in none of our outputs
-    before, after = ({k: v for k, v in weights.items() if not k.endswith(unused)} for weights in (before, after))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    model = exact(source, tmp_path / "back")
-    pixels = torch.randn(2, 3, 32, 32)
-    assert torch.equal(outputs(model, pixels), outputs(source, pixels))
-    differing = {key for key, value in source.config.to_dict().items() if getattr(model.config, key) != value}
-    assert differing <= {
-        "_name_or_path",
-        "dtype",
-        "architectures",
-        "pooler_act",
-        "use_mask_token",
-        "transformers_version",
-    }
-    assert AutoImageProcessor.from_pretrained(tmp_path / "back").size == {"height": 32, "width": 32}
+    check_round_trip(make_source(kind), torch.randn(2, 3, 32, 32), tmp_path, unused)
 
 
 def small(**fields):
@@ -149,10 +116,7 @@ def small(**fields):
 def ours(config, folder, cls=SparsePriorViTForImageClassification):
     """A saved model of ours with no weight at 0 or 1."""
     torch.manual_seed(2)
-    model = cls(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = scatter(cls(config))
     model.save_pretrained(folder)
     return model
 
@@ -173,113 +137,16 @@ OURS = {
 def test_ours_as_models_of_transformers_and_back(kind, cls, tmp_path):
     target, fields = OURS[kind]
     model = ours(small(**fields), tmp_path / "ours", cls)
-    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", target]
-    assert main(command) == 0
-    name = json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"][0]
-    stock, info = getattr(transformers, name).from_pretrained(tmp_path / "theirs", output_loading_info=True)
-    assert not any(info.values()), info
-    size = model.config.image_size
-    pixels = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
-    torch.testing.assert_close(outputs(stock.eval(), pixels), outputs(model, pixels), rtol=1e-4, atol=1e-5)
+    # A square may be one number. A base model of theirs does not say what a classifier would pool.
+    lost = {"image_size", "patch_size"} | ({"drop_path_rate"} if "dinov2" not in kind else set())
+    lost |= {"pooling", "use_distillation_classifier"} if cls is SparsePriorViTModel else set()
+    stock = check_there_and_back(model, target, tmp_path, but=lost)
+    assert cls.from_pretrained(tmp_path / "back").config.grid == model.config.grid
     if cls is SparsePriorViTModel:
+        pixels = pixels_for(model.config)
         with torch.no_grad():
             pooled = stock(pixels).pooler_output
             torch.testing.assert_close(pooled, model(pixels).pooler_output[:, :24], rtol=1e-4, atol=1e-5)
-    convert_checkpoint(tmp_path / "theirs", tmp_path / "back")
-    back = cls.from_pretrained(tmp_path / "back")
-    assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
-    assert back.state_dict().keys() == model.state_dict().keys()
-    kept = {"_name_or_path"} | ({"drop_path_rate"} if "dinov2" not in kind else set())
-    # A base model of theirs does not say what a classifier would pool.
-    kept |= {"pooling", "use_distillation_classifier"} if cls is SparsePriorViTModel else set()
-    before, after = model.config.to_dict(), back.config.to_dict()
-    sizes = ("image_size", "patch_size")
-    assert {key for key in before if before[key] != after[key] and key not in sizes} <= kept
-    assert back.config.grid == model.config.grid
-
-
-REFUSED = {
-    "mean pooling": ("vit", {"pooling": "mean"}, "pooling='mean' must be 'class_token'"),
-    "joint pooling": ("vit", {"pooling": "class_token_and_mean"}, "pooling='class_token_and_mean' must be"),
-    "registers": ("vit", {"num_register_tokens": 2}, "num_register_tokens=2 must be 0"),
-    "LayerScale": ("vit", {"layerscale_value": 0.1}, "layerscale_value=0.1 must be None"),
-    "distillation": ("vit", {"use_distillation_token": True}, "use_distillation_token=True must be False"),
-    "no distillation": ("deit", {}, "use_distillation_token=False must be True"),
-    "no bias": ("deit", {"proj_bias": False}, "proj_bias=False must be True"),
-    "no mlp bias": ("vit", {"mlp_bias": False}, "mlp_bias=False must be True"),
-    "no class token": ("vit", {"use_class_token": False, "pooling": "mean"}, "use_class_token=False must be True"),
-    "no class position": (
-        "vit",
-        {"position_embedding_for_class_token": False},
-        "position_embedding_for_class_token=False must be True",
-    ),
-    "no position": ("vit", {"position_embedding": "none"}, "position_embedding='none' must be 'learned'"),
-    "interpolation": ("vit", {"interpolation": "bilinear"}, "interpolation='bilinear' must be 'bicubic'"),
-    "dinov2 pooling": ("dinov2", {"layerscale_value": 1}, "pooling='class_token' must be 'class_token_and_mean'"),
-    "dinov2 LayerScale": ("dinov2", {"pooling": "class_token_and_mean"}, "layerscale_value=None must be a number"),
-    "dinov2 registers": ("dinov2", {**DINOV2, "num_register_tokens": 1}, "num_register_tokens=1 must be 0"),
-    "dinov2 no registers": ("dinov2_with_registers", DINOV2, "num_register_tokens=0 must be at least 1"),
-    "dinov2 mlp": ("dinov2", {**DINOV2, "intermediate_size": 40}, "intermediate_size=40 must be a multiple"),
-    "dinov2 image": ("dinov2", {**DINOV2, "image_size": (32, 48)}, r"image_size=\[32, 48\] must be square"),
-    "timm activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
-    "timm biases": ("timm", {"proj_bias": False}, "mlp_bias=True must be False"),
-    "timm pooling": ("timm", {"pooling": "class_token_and_mean"}, "must be 'class_token' or 'mean'"),
-    "timm eps": ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be about 1e-06"),
-    "original": (
-        "original",
-        {"num_register_tokens": 1, "pooling": "mean", "proj_bias": False},
-        "pooling='mean' must be 'class_token'; proj_bias=False must be True; num_register_to",
-    ),
-    "timm distilled": (
-        "timm",
-        {"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 1},
-        "num_register_tokens=1 must be 0; .*use_distillation_classifier=False must be True",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
-    target, fields, message = REFUSED[case]
-    ours(small(**fields), tmp_path / "ours")
-    out = "out.pth" if target == "original" else "out"
-    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", tmp_path / "new" / out, to=target)
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    capsys.readouterr()  # transformers' bars of saving
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / out), "--to", target]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("target", FOREIGN)
-def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
-    fields = {
-        "deit": {"use_distillation_token": True},
-        "dinov2": DINOV2,
-        "dinov2_with_registers": {**DINOV2, "num_register_tokens": 1},
-        "siglip": {"use_class_token": False, "pooling": "mean"},
-        "dinov3_vit": {"position_embedding": "rotary", "layerscale_value": 0.1},
-    }.get(target, {})
-    model = ours(small(prior="fibottention+violin", **fields), tmp_path / "ours")
-    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", target]
-    command[2] += ".pth" * (target == "original")
-    classifies = target != "dinov3_vit"
-    command += [] if classifies else ["--drop-classifier"]
-    for options in ([], ["--prior", "window"]):
-        assert main([*command, *options]) == 2
-        name = "window" if options else "fibottention+violin"
-        assert f"prior '{name}' has no place in {target}; --prior dense drops it" in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    assert main([*command, "--prior", "dense"]) == 0
-    assert "note: the source's prior 'fibottention+violin' is replaced by 'dense'" in capsys.readouterr().out
-    heads = ["--heads", "3"] if target in ("timm", "original") else []
-    assert main(["convert", command[2], str(tmp_path / "back"), *heads]) == 0
-    cls, weights = SparsePriorViTForImageClassification, model
-    if not classifies:
-        cls, weights = SparsePriorViTModel, model.vit
-    back = cls.from_pretrained(tmp_path / "back")
-    assert all(torch.equal(value, weights.state_dict()[key]) for key, value in back.state_dict().items())
-    assert back.config.prior_name == "dense"
 
 
 def test_ours_to_ours_keeps_a_decay_that_stays_and_starts_another_anew(tmp_path):
@@ -468,8 +335,7 @@ def test_round_trips_through_ours_give_the_very_same_timm_weights(kind, out, tmp
         expected["reg_token"] = expected.pop("register_tokens")
         expected["cls_token"] = expected["cls_token"] + expected["pos_embed"][:, :1]
         expected["pos_embed"] = expected["pos_embed"][:, 1:]
-    assert after.keys() == expected.keys()
-    assert all(torch.equal(after[name], value) for name, value in expected.items())
+    assert_same(expected, after)
     convert_checkpoint(tmp_path / out, tmp_path / "again")
     before, again = (read_checkpoint(tmp_path / name)[0] for name in ("ours", "again"))
     if target == "original" or kind != "dinov2 registers":
@@ -495,37 +361,12 @@ OURS_FOR_TIMM = {
 @pytest.mark.parametrize("kind", OURS_FOR_TIMM)
 def test_ours_as_a_folder_of_timm_and_back(kind, cls, tmp_path):
     model = ours(small(**OURS_FOR_TIMM[kind]), tmp_path / "ours", cls)
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "timm"), "--to", "timm"]) == 0
-    size = model.config.image_size
-    pixels = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
-    state = load_file(tmp_path / "timm" / "model.safetensors")
-    logits = timm_forward(state, pixels, average=model.config.pooling == "mean")
-    torch.testing.assert_close(outputs(model, pixels), logits, rtol=1e-4, atol=1e-5)
-    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
-    back = cls.from_pretrained(tmp_path / "back")
-    assert back.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
-    before, after = model.config.to_dict(), back.config.to_dict()
-    differing = {key for key in before if before[key] != after[key]}
-    # LayerScale's first value is read off the weights; labels belong to a head.
-    assert differing <= {"_name_or_path", "image_size", "patch_size", "layerscale_value"} | (
-        {"id2label", "label2id"} if cls is SparsePriorViTModel else set()
-    )
-    assert back.config.grid == model.config.grid
-
-
-@pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
-@pytest.mark.parametrize("kind", OURS_FOR_TIMM)
-def test_timm_itself_loads_the_folder(kind, cls, tmp_path):
-    timm = import_timm()
-    model = ours(small(**OURS_FOR_TIMM[kind]), tmp_path / "ours", cls)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
-    stock = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    size = model.config.image_size
-    pixels = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
-    with torch.no_grad():
-        output = stock(pixels) if cls is SparsePriorViTForImageClassification else stock.forward_features(pixels)
-    torch.testing.assert_close(output, outputs(model, pixels), rtol=1e-4, atol=1e-5)
+    # LayerScale's first value is read off the weights.
+    check_timm_folder(model, tmp_path, but=["image_size", "patch_size", "layerscale_value"])
+    state, pixels = load_file(tmp_path / "timm" / "model.safetensors"), pixels_for(model.config)
+    written_out = timm_forward(state, pixels, average=model.config.pooling == "mean")
+    torch.testing.assert_close(outputs(model, pixels), written_out, rtol=1e-4, atol=1e-5)
+    assert cls.from_pretrained(tmp_path / "back").config.grid == model.config.grid
 
 
 @pytest.mark.parametrize(
@@ -542,10 +383,7 @@ def test_timm_itself_loads_the_folder(kind, cls, tmp_path):
 def test_models_of_timm_itself_go_both_ways(name, size, out, tmp_path):
     timm = import_timm()
     options = {"img_size": size, "depth": 2}
-    source = timm.create_model(name, **options).eval()
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    source = scatter(timm.create_model(name, **options), 0.1)
     save_file(source.state_dict(), tmp_path / "source.safetensors")
     convert_checkpoint(tmp_path / "source.safetensors", tmp_path / "ours")
     convert_checkpoint(tmp_path / "ours", tmp_path / out, to="timm")
@@ -638,20 +476,7 @@ STOCK_PRIORS = {
 
 @pytest.mark.parametrize("kind", STOCK_PRIORS)
 def test_the_prior_of_a_stock_model_is_carried_over(kind, tmp_path):
-    source = sp.apply_prior(make_source(kind), STOCK_PRIORS[kind])
-    with torch.no_grad():
-        for prior in sp.adapters.stock_attention.stock_priors(source):
-            for parameter in prior.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    pixels = torch.randn(2, 3, 32, 32)
-    expected = outputs(source, pixels)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    loader = AutoModel if hasattr(source, "embeddings") else AutoModelForImageClassification
-    model = loader.from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-4, atol=1e-5)
-    plain = outputs(sp.remove_prior(source), pixels)
-    assert (plain - expected).abs().max() > 1e-3  # the prior counts
+    check_stock_prior_is_carried_over(make_source(kind), STOCK_PRIORS[kind], torch.randn(2, 3, 32, 32), tmp_path)
 
 
 def test_a_prior_of_a_stock_model_is_not_replaced_or_dropped_silently(tmp_path, capsys):

@@ -6,12 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
 
 from hf_sparseprior import SparsePriorConvitConfig, SparsePriorConvitForImageClassification, SparsePriorConvitModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model
+from tests.hf_sparseprior.convert.conversions import (
+    assert_same,
+    assert_same_config,
+    check_timm_folder,
+    outputs,
+    pixels_for,
+)
+from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
 
 SIZES = {"embed_dim": 4, "num_heads": 4, "depth": 3, "local_up_to_layer": 2, "img_size": 32, "patch_size": 8}
@@ -27,21 +34,12 @@ TIMM = {
 }
 
 
-def moved(model):
-    """The model with no part at 0 or 1, where a lost weight would not show."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def timm_convit(**options):
     """timm's own class."""
     import_timm()
     from timm.models.convit import ConVit
 
-    return moved(ConVit(**{**SIZES, "num_classes": 5, **options}))
+    return scatter(ConVit(**{**SIZES, "num_classes": 5, **options}))
 
 
 def timm_folder(model, folder, **options):
@@ -66,24 +64,9 @@ def timm_folder(model, folder, **options):
 
 def ours(folder, cls=SparsePriorConvitForImageClassification, **options):
     """A saved model of ours."""
-    model = moved(cls(SparsePriorConvitConfig(**{**OURS, **options})))
+    model = scatter(cls(SparsePriorConvitConfig(**{**OURS, **options})))
     model.save_pretrained(folder)
     return model
-
-
-def pixels_for(config, size=None):
-    return torch.randn(2, config.num_channels, *[size or config.image_size] * 2)
-
-
-def outputs(model, pixels):
-    with torch.no_grad():
-        output = model(pixels)
-    return output.logits if "logits" in output else output.last_hidden_state
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
 @pytest.mark.parametrize("kind", TIMM)
@@ -105,8 +88,7 @@ def test_models_of_timm_go_both_ways(kind, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(pixels), expected)
     convert_checkpoint(tmp_path / "back", tmp_path / "again")
-    before, after = model.config.to_dict(), load_whole_model(tmp_path / "again").config.to_dict()
-    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+    assert_same_config(model.config, load_whole_model(tmp_path / "again").config)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -131,32 +113,7 @@ def test_files_go_both_ways(suffix, positions, tmp_path):
 
 
 def test_a_base_model_as_timms(tmp_path):
-    model = ours(tmp_path / "ours", SparsePriorConvitModel)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
-    stock = import_timm().create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    pixels = pixels_for(model.config)
-    with torch.no_grad():
-        tokens = stock.forward_features(pixels)
-    torch.testing.assert_close(outputs(model, pixels), tokens, rtol=1e-5, atol=1e-5)
-    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
-    assert_same(model.state_dict(), load_whole_model(tmp_path / "back", AutoModel).state_dict())
-
-
-@pytest.mark.parametrize("target", ["timm", "original"])
-def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
-    model = ours(tmp_path / "ours", prior="fibottention+violin")
-    out = tmp_path / ("out.pth" if target == "original" else "out")
-    command = ["convert", str(tmp_path / "ours"), str(out), "--to", target]
-    capsys.readouterr()
-    assert main(command) == 2
-    assert f"has no place in {target}; --prior dense drops it" in capsys.readouterr().err
-    assert not out.exists()
-    assert main([*command, "--prior", "dense"]) == 0
-    convert_checkpoint(out, tmp_path / "back")
-    back = load_whole_model(tmp_path / "back")
-    kept = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}
-    assert len(kept) < len(model.state_dict())
-    assert_same(back.state_dict(), kept)
+    check_timm_folder(ours(tmp_path / "ours", SparsePriorConvitModel), tmp_path)
 
 
 def test_a_prior_is_added_to_the_plain_layers(tmp_path):
@@ -213,36 +170,3 @@ def test_other_architectures_of_timm_are_refused(case, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-REFUSED_TARGETS = {
-    "activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
-    "norms": ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-06"),
-    "grid": ("timm", {"image_size": [32, 64]}, r"image_size=\[32, 64\] has 4x8 patches, which must be a square"),
-    "no gates": ("timm", {"num_local_layers": 0}, "num_local_layers=0 must be at least 1"),
-    "interpolation": ("original", {"interpolation": "bilinear"}, "interpolation='bilinear' must be 'bicubic'"),
-    "pooling": ("original", {"pooling": "mean"}, "pooling='mean' must be 'class_token' in a file"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_TARGETS)
-def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
-    target, options, message = REFUSED_TARGETS[case]
-    ours(tmp_path / "ours", **options)
-    out = str(tmp_path / ("out.pth" if target == "original" else "out"))
-    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", out, to=target)
-    capsys.readouterr()
-    assert main(["convert", str(tmp_path / "ours"), out, "--to", target]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_targets_and_options_of_another_family_are_refused(tmp_path):
-    ours(tmp_path / "ours")
-    for target in ("vit", "swin", "sparseprior_vit"):
-        with pytest.raises(ValueError, match=f"is a sparseprior_convit, which {target} cannot express"):
-            convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
-    torch.save(timm_convit().state_dict(), tmp_path / "source.pth")
-    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's names; this source has a number"):
-        convert_checkpoint(tmp_path / "source.pth", tmp_path / "out", num_attention_heads=3)

@@ -1,11 +1,9 @@
 """LV-ViT: against a float64 rewrite over the names of the original files, published sizes and costs."""
 
-import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +13,7 @@ from hf_sparseprior.convert import convert_checkpoint, read_checkpoint
 from hf_sparseprior.convert.lvvit import matches
 from hf_sparseprior.training import WeightAverage
 from tasks.analysis.paper_numbers import paper_numbers
-from tests.processes import run_script
+from tests.remote import check_remote_code
 
 TINY = {
     "image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -282,32 +280,9 @@ def test_bad_fields_are_named(settings, message):
 
 # ---- saved folders --------------------------------------------------------------------------------------------------
 
-REMOTE = """
-import json
-import sys
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification
-
-pixels = load_file("pixels.safetensors")["pixels"]
-model = AutoModelForImageClassification.from_pretrained("model", trust_remote_code=True).eval()
-model.save_pretrained("again")
-again = AutoModelForImageClassification.from_pretrained("again", trust_remote_code=True).eval()
-outputs = {"first": model(pixels), "again": again(pixels)}
-save_file({name: output.logits.detach().contiguous() for name, output in outputs.items()}, "outputs.safetensors")
-with open("report.json", "w") as file:
-    json.dump([name for name in sys.modules if name.partition(".")[0] == "hf_sparseprior"], file)
-"""
-
 
 @pytest.mark.slow
 def test_saved_models_load_where_the_package_is_not(tmp_path):
     model = make().train()
     model(images(8))  # running statistics that are not the initial ones
-    model.eval().save_pretrained(tmp_path / "model")
-    save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    run_script(REMOTE, folder=tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == []
-    outputs = load_file(tmp_path / "outputs.safetensors")
-    with torch.no_grad():
-        expected = model(images()).logits
-    assert torch.equal(outputs["first"], expected) and torch.equal(outputs["again"], expected)
+    check_remote_code({"model": (model.eval(), images())}, tmp_path)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoImageProcessor,
@@ -23,9 +22,15 @@ from transformers import (
 import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.adapters.stock_attention import stock_priors
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.convert.timm_vit import ACTIVATIONS, TANH
+from tests.hf_sparseprior.convert.conversions import (
+    assert_same,
+    check_stock_prior_is_carried_over,
+    check_there_and_back,
+    outputs,
+)
+from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
@@ -40,15 +45,6 @@ CLASSES = {
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
 
-def shaken(model):
-    """A model in evaluation mode, in which no part is at 0 or 1, where a lost weight would not show."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def make_source(kind, **fields):
     """A model of transformers."""
     if kind.startswith("tower"):
@@ -58,15 +54,12 @@ def make_source(kind, **fields):
         tower = SiglipVisionConfig(**{**TOWER, **fields})
         config = SiglipConfig(vision_config=tower.to_dict(), text_config=text.to_dict(), num_labels=5)
     torch.manual_seed(0)
-    return shaken(CLASSES[kind](config))
+    return scatter(CLASSES[kind](config))
 
 
 def features(model):
     """Logits, or the tokens after the last norm."""
-    tower = getattr(model, "vision_model", model) if hasattr(model, "text_model") else model
-    with torch.no_grad():
-        output = tower(PIXELS)
-    return output.logits if "logits" in output else output.last_hidden_state
+    return outputs(getattr(model, "vision_model", model) if hasattr(model, "text_model") else model, PIXELS)
 
 
 def saved(model, folder, names="files"):
@@ -123,8 +116,8 @@ def test_round_trips_give_the_very_same_weights(kind, tmp_path):
         }
         for name in ("source", "back")
     )
-    assert before.keys() == after.keys() and len(before) > 30
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert len(before) > 30
+    assert_same(before, after)
     back, info = type(source).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     assert torch.equal(features(back.eval()), features(source))
@@ -146,62 +139,18 @@ def small(**fields):
 
 @pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
 @pytest.mark.parametrize("fields", [{}, {"hidden_act": "gelu_pytorch_tanh", "num_channels": 1, "layer_norm_eps": 1e-3}])
-def test_ours_as_siglip_and_back(cls, fields, tmp_path):
-    model = shaken(cls(small(**fields, drop_path_rate=0.1)))
+def test_ours_as_siglip_and_back(cls, fields, tmp_path, capsys):
+    model = scatter(cls(small(**fields, drop_path_rate=0.1)))
     model.save_pretrained(tmp_path / "ours")
-    lines = convert_checkpoint(tmp_path / "ours", tmp_path / "siglip", to="siglip")
-    assert "note: drop_path_rate=0.1 is left out, siglip has none" in lines
-    name = json.loads((tmp_path / "siglip" / "config.json").read_text())["architectures"][0]
-    stock, info = getattr(transformers, name).from_pretrained(tmp_path / "siglip", output_loading_info=True)
-    assert not any(info.values()), info
-    pixels = PIXELS[:, : model.config.num_channels]
-    with torch.no_grad():
-        near(stock.eval()(pixels)[0], model(pixels)[0])
-    convert_checkpoint(tmp_path / "siglip", tmp_path / "back")
-    back = cls.from_pretrained(tmp_path / "back")
-    assert back.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(value, back.state_dict()[key]) for key, value in model.state_dict().items())
-    before, after = model.config.to_dict(), back.config.to_dict()
-    differing = {key for key in before if before[key] != after[key]}
-    assert differing <= {"_name_or_path", "drop_path_rate"} | (
-        {"id2label", "label2id"} if cls is SparsePriorViTModel else set()
-    )
-
-
-REFUSED = {
-    "class token": ({"use_class_token": True}, "use_class_token=True must be False"),
-    "pooling": ({"use_class_token": True, "pooling": "class_token"}, "pooling='class_token' must be 'mean'"),
-    "registers": ({"num_register_tokens": 2}, "num_register_tokens=2 must be 0"),
-    "LayerScale": ({"layerscale_value": 0.1}, "layerscale_value=0.1 must be None"),
-    "no bias": ({"qkv_bias": False}, "qkv_bias=False must be True"),
-    "positions": ({"position_embedding": "none"}, "position_embedding='none' must be 'learned'"),
-    "image": ({"image_size": (32, 48)}, r"image_size=\[32, 48\] must be square"),
-    "patch": ({"patch_size": (8, 4)}, r"patch_size=\[8, 4\] must be square"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_siglip_cannot_express_is_refused(case, tmp_path):
-    fields, message = REFUSED[case]
-    SparsePriorViTModel(small(**fields)).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match=f"^siglip cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", tmp_path / "out", to="siglip")
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    labels = ["id2label", "label2id"] if cls is SparsePriorViTModel else []
+    check_there_and_back(model, "siglip", tmp_path, but=["drop_path_rate", *labels])
+    assert "note: drop_path_rate=0.1 is left out, siglip has none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["tower", "classifier"])
 @pytest.mark.parametrize("prior", ["fibottention+violin", "manhattan"])
 def test_the_prior_of_a_stock_model_is_carried_over(kind, prior, tmp_path):
-    source = sp.apply_prior(make_source(kind), prior)
-    with torch.no_grad():
-        for module in stock_priors(source):
-            for parameter in module.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    expected = features(source)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
-    near(features(loaded(tmp_path / "ours")), expected)
-    assert (features(sp.remove_prior(source)) - expected).abs().max() > 1e-3
+    check_stock_prior_is_carried_over(make_source(kind), prior, PIXELS, tmp_path)
 
 
 def test_other_towers_of_this_kind_are_refused(tmp_path):
@@ -230,7 +179,7 @@ def timm_folder(folder, name, arguments, classes):
     """A model of timm and its folder, as timm writes it for the hub."""
     timm = import_timm()
     torch.manual_seed(0)
-    model = shaken(timm.create_model(name, num_classes=classes, **TINY, **arguments))
+    model = scatter(timm.create_model(name, num_classes=classes, **TINY, **arguments))
     timm.models.save_for_hf(model, folder, model_args={**TINY, **arguments}, safe_serialization=True)
     return model
 

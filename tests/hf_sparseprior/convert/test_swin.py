@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
-    AutoImageProcessor,
     AutoModel,
-    AutoModelForImageClassification,
     SwinBackbone,
     SwinConfig,
     SwinForImageClassification,
@@ -24,11 +22,23 @@ from transformers import (
     Swinv2Model,
 )
 
-import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorSwinConfig, SparsePriorSwinForImageClassification, SparsePriorSwinModel
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model, saved_family
+from tests.hf_sparseprior.convert.conversions import (
+    assert_same,
+    assert_same_config,
+    check_round_trip,
+    check_same_as_transformers,
+    check_stock_prior_is_carried_over,
+    check_there_and_back,
+    check_timm_folder,
+    outputs,
+    pixels_for,
+    weights_in,
+)
+from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
 
 # Grids of 8x8 and 4x4 patches; the windows of the second layer are shifted.
@@ -49,46 +59,17 @@ SOURCES = {
 }
 
 
-def moved(model):
-    """The model with no part at 0 or 1, where a lost weight would not show."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def make_source(kind):
     cls, options = SOURCES[kind]
-    return moved(cls(SwinConfig(**{**SIZES, **options})))
+    return scatter(cls(SwinConfig(**{**SIZES, **options})))
 
 
 def ours(folder, cls=SparsePriorSwinForImageClassification, **fields):
     """A saved model of ours."""
     labels = {} if "id2label" in fields else {"num_labels": 5}
-    model = moved(cls(SparsePriorSwinConfig(**{**SIZES, **labels, **fields})))
+    model = scatter(cls(SparsePriorSwinConfig(**{**SIZES, **labels, **fields})))
     model.save_pretrained(folder)
     return model
-
-
-def pixels_for(config):
-    sides = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
-    return torch.randn(2, config.num_channels, *sides)
-
-
-def outputs(model, pixels):
-    with torch.no_grad():
-        output = model(pixels)
-    return output.logits if "logits" in output else output.last_hidden_state
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-
-
-def weights_in(folder):
-    return load_file(folder / "model.safetensors")
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
@@ -98,55 +79,23 @@ def weights_in(folder):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_models_of_transformers_compute_the_same(kind, names, tmp_path):
     source = make_source(kind)
-    source.save_pretrained(tmp_path / "source")  # writes the names of version 4
-    path = tmp_path / "source" / "model.safetensors"
-    assert any("attention.self.query" in name for name in load_file(path))
-    if names == "version 5":
-        save_file({name: value.contiguous() for name, value in source.state_dict().items()}, path)
-        assert any("attention.q_proj" in name for name in load_file(path))
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    loader = AutoModelForImageClassification if hasattr(source, "classifier") else AutoModel
-    model = loader.from_pretrained(tmp_path / "out").eval()
-    pixels = pixels_for(source.config)
-    torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-5, atol=1e-5)
+    check_same_as_transformers(source, pixels_for(source.config), names, tmp_path, "attention.self.query")
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_round_trips_through_ours_give_the_very_same_weights(kind, tmp_path):
     source = make_source(kind)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "swin"]) == 0
-    assert_same(weights_in(tmp_path / "source"), weights_in(tmp_path / "back"))
-    model, info = type(source).from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(info.values()), info
-    pixels = pixels_for(source.config)
-    assert torch.equal(outputs(model.eval(), pixels), outputs(source, pixels))
-    differing = {key for key, value in source.config.to_dict().items() if getattr(model.config, key) != value}
-    assert differing <= {"_name_or_path", "dtype", "architectures", "transformers_version"}
-    height, width = pixels.shape[2:]
-    assert AutoImageProcessor.from_pretrained(tmp_path / "back").size == {"height": height, "width": width}
+    check_round_trip(source, pixels_for(source.config), tmp_path)
 
 
 @pytest.mark.parametrize("cls", [SparsePriorSwinForImageClassification, SparsePriorSwinModel])
 def test_ours_as_a_model_of_transformers_and_back(cls, tmp_path):
-    model = ours(tmp_path / "ours", cls, drop_path_rate=0.2, window_size=4)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", to="swin")
-    name = json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"][0]
-    stock = {"SwinModel": SwinModel, "SwinForImageClassification": SwinForImageClassification}[name]
-    assert (stock is SwinModel) == (cls is SparsePriorSwinModel)
-    stock = stock.from_pretrained(tmp_path / "theirs").eval()
-    pixels = pixels_for(model.config)
-    torch.testing.assert_close(outputs(stock, pixels), outputs(model, pixels), rtol=1e-5, atol=1e-5)
-    convert_checkpoint(tmp_path / "theirs", tmp_path / "back")
-    back = load_whole_model(tmp_path / "back", cls)
-    assert_same(model.state_dict(), back.state_dict())
-    before, after = model.config.to_dict(), back.config.to_dict()
-    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+    stock = check_there_and_back(ours(tmp_path / "ours", cls, drop_path_rate=0.2, window_size=4), "swin", tmp_path)
+    assert isinstance(stock, SwinModel) == (cls is SparsePriorSwinModel)
 
 
 def test_what_follows_from_the_window_or_only_pretraining_needs_is_left_out(tmp_path):
-    source = moved(SwinForMaskedImageModeling(SwinConfig(**SIZES, encoder_stride=8)))
+    source = scatter(SwinForMaskedImageModeling(SwinConfig(**SIZES, encoder_stride=8)))
     source.save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"
     index = "swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"  # as version 4 saved it
@@ -227,23 +176,6 @@ def test_a_prior_goes_to_the_stages_and_starts_where_the_source_is(tmp_path):
     assert_same(shared, dense)
 
 
-@pytest.mark.parametrize("target", ["swin", "timm", "original"])
-def test_a_prior_is_dropped_only_when_asked(target, tmp_path, capsys):
-    model = ours(tmp_path / "ours", prior="fibottention+violin")
-    out = tmp_path / ("out.pth" if target == "original" else "out")
-    command = ["convert", str(tmp_path / "ours"), str(out), "--to", target]
-    capsys.readouterr()
-    assert main(command) == 2
-    assert f"has no place in {target}; --prior dense drops it" in capsys.readouterr().err
-    assert not out.exists()
-    assert main([*command, "--prior", "dense"]) == 0
-    assert "is replaced by 'dense'" in capsys.readouterr().out
-    convert_checkpoint(out, tmp_path / "back")
-    back = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "back")
-    kept = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}
-    assert_same(back.state_dict(), kept)
-
-
 def test_ours_to_ours_keeps_its_prior(tmp_path):
     model = ours(tmp_path / "ours", prior="fibottention+violin")
     convert_checkpoint(tmp_path / "ours", tmp_path / "same", to="sparseprior_swin")
@@ -285,19 +217,6 @@ def test_an_image_size_that_shrinks_a_window_interpolates_its_table(tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", image_size=16, to="swin")
 
 
-def test_precision_and_processor_of_the_source_are_kept(tmp_path):
-    source = make_source("classifier").to(torch.bfloat16)
-    source.save_pretrained(tmp_path / "source")
-    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 40, "width": 40}, "resample": 2}
-    settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-    (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(settings))
-    convert_checkpoint(tmp_path / "source", tmp_path / "ours")
-    convert_checkpoint(tmp_path / "ours", tmp_path / "back", to="swin")
-    assert_same(weights_in(tmp_path / "source"), weights_in(tmp_path / "back"))
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "back")
-    assert processor.size == {"height": 40, "width": 40} and tuple(processor.image_mean) == (0.1, 0.2, 0.3)
-
-
 @pytest.mark.parametrize(
     ("kind", "prior"),
     [
@@ -309,29 +228,8 @@ def test_precision_and_processor_of_the_source_are_kept(tmp_path):
 )
 def test_the_prior_of_a_stock_model_is_carried_over(kind, prior, tmp_path):
     """Of three stages, the last has no support, there and here."""
-    source = sp.apply_prior(make_source(kind), prior)
-    with torch.no_grad():
-        for module in sp.adapters.stock_attention.stock_priors(source):
-            for parameter in module.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    pixels = pixels_for(source.config)
-    expected = outputs(source, pixels)
-    source.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    loader = AutoModelForImageClassification if hasattr(source, "classifier") else AutoModel
-    model = loader.from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-4, atol=1e-5)
-    plain = outputs(sp.remove_prior(source), pixels)
-    assert (plain - expected).abs().max() > 1e-3  # the prior counts
-
-
-def test_a_prior_that_the_config_does_not_name_is_not_lost_silently(tmp_path):
-    sp.apply_prior(make_source("classifier"), "violin").save_pretrained(tmp_path / "source")
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    del config["sparse_prior"]
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config\.json lacks 'sparse_prior'"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    source = make_source(kind)
+    check_stock_prior_is_carried_over(source, prior, pixels_for(source.config), tmp_path)
 
 
 # ---- timm and the original ------------------------------------------------------------------------------------------
@@ -351,7 +249,7 @@ def timm_swin(**options):
 
     sizes = {**SIZES, "num_classes": 5, "img_size": SIZES["image_size"], **options}
     del sizes["image_size"]
-    return moved(SwinTransformer(**sizes))
+    return scatter(SwinTransformer(**sizes))
 
 
 def timm_folder(model, folder, **options):
@@ -391,20 +289,11 @@ def test_models_of_timm_go_both_ways(kind, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(pixels), expected)
     convert_checkpoint(tmp_path / "back", tmp_path / "again")
-    before, after = model.config.to_dict(), load_whole_model(tmp_path / "again").config.to_dict()
-    assert {key for key in before if before[key] != after[key]} <= {"_name_or_path"}
+    assert_same_config(model.config, load_whole_model(tmp_path / "again").config)
 
 
 def test_a_base_model_as_timms(tmp_path):
-    model = ours(tmp_path / "ours", SparsePriorSwinModel)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "timm", to="timm")
-    stock = import_timm().create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    pixels = pixels_for(model.config)
-    with torch.no_grad():
-        tokens = stock.forward_features(pixels).flatten(1, 2)
-    torch.testing.assert_close(outputs(model, pixels), tokens, rtol=1e-5, atol=1e-5)
-    convert_checkpoint(tmp_path / "timm", tmp_path / "back")
-    assert_same(model.state_dict(), load_whole_model(tmp_path / "back", AutoModel).state_dict())
+    check_timm_folder(ours(tmp_path / "ours", SparsePriorSwinModel), tmp_path)
 
 
 def original_state(source):
@@ -502,40 +391,3 @@ def test_other_architectures_of_timm_are_refused(case, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-REFUSED_TARGETS = {
-    "activation": ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
-    "norms": ("swin", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-05"),
-    "padding": ("timm", {"image_size": 40}, "image_size=40: stage 1 has 10x10 patches, which must be a multiple"),
-    "one side": ("timm", {"image_size": [32, 64]}, "stage 2 has 4x8 patches, which must be square or above a window"),
-    "odd": (
-        "original",
-        {"image_size": 36, "window_size": 3, "depths": [1, 1], "num_heads": [2, 2]},
-        "image_size=36: stage 1 has 9x9 patches, which must be even to be merged",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_TARGETS)
-def test_what_a_target_cannot_express_is_refused(case, tmp_path, capsys):
-    target, fields, message = REFUSED_TARGETS[case]
-    ours(tmp_path / "ours", **fields)
-    out = str(tmp_path / ("out.pth" if target == "original" else "out"))
-    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", out, to=target)
-    capsys.readouterr()
-    assert main(["convert", str(tmp_path / "ours"), out, "--to", target]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_targets_and_options_of_another_family_are_refused(tmp_path):
-    ours(tmp_path / "ours")
-    for target in ("vit", "timesformer", "sparseprior_vit"):
-        with pytest.raises(ValueError, match=f"is a sparseprior_swin, which {target} cannot express"):
-            convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
-    convert_checkpoint(tmp_path / "ours", tmp_path / "w.safetensors", to="timm")
-    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's names; this source has a number"):
-        convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "out", num_attention_heads=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "w.safetensors"]

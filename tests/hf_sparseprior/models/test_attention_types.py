@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForVideoClassification, TimesformerForVideoClassification, TrainerCallback
 
 import hf_sparseprior as sp
-from hf_sparseprior.attention import compiled_kernels
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.supports import head_offsets, layer_order
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
 from tests.hf_sparseprior.patterns.test_time import radial_sees
-from tests.processes import launched, run_script
+from tests.processes import launched
+from tests.remote import check_remote_code
 
 FRAMES, GRID, HEADS = 3, (3, 3), 3
 PATCHES = GRID[0] * GRID[1]
@@ -86,6 +86,20 @@ def logits(model, pixels=None):
 # ---- what it computes -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def ranks(curve, shape):
+    """Rank of each patch of a grid or a clip along a curve, "_t" for its transpose."""
+    return curve_rank(curve.removesuffix("_t"), shape, transposed=curve.endswith("_t"))
+
+
+@functools.cache
+def offsets_of(case, layer, shape):
+    """Offsets of each head of a layer."""
+    plain = {name: value for name, value in CASES[case][1].items() if name != "order"}
+    offsets = head_offsets(plain, num_heads=HEADS, num_tokens=int(np.prod(shape)))
+    return [offsets[head] for head in layer_order(HEADS, layer, 0)]
+
+
 def sees(case, layer, head, query, key):
     """Whether patch p of frame t sees patch q of frame s, from the definitions alone."""
     _, support, time = CASES[case]
@@ -93,9 +107,8 @@ def sees(case, layer, head, query, key):
     if support is RADIAL:
         return radial_sees((t, p), (s, q), PATCHES, Fraction(1, 4), False)
     whole = (FRAMES, *GRID) if time == "clip" else GRID
-    plain = {name: value for name, value in support.items() if name != "order"}
-    offsets = head_offsets(plain, num_heads=HEADS, num_tokens=int(np.prod(whole)))[layer_order(HEADS, layer, 0)[head]]
-    rank = curve_rank("hilbert", whole) if support is HILBERT else np.arange(np.prod(whole)).reshape(whole)
+    offsets = offsets_of(case, layer, whole)[head]
+    rank = ranks("hilbert", whole) if support is HILBERT else np.arange(np.prod(whole)).reshape(whole)
     if time == "clip":
         return abs(rank[t].flat[p] - rank[s].flat[q]) in offsets
     in_frame = abs(int(rank.flat[p]) - int(rank.flat[q])) in offsets
@@ -107,11 +120,10 @@ def sees(case, layer, head, query, key):
 def distance(curve, time, query, key):
     """How far apart the decay sees two patches along one curve."""
     (p, t), (q, s) = query, key
-    name, transposed = curve.removesuffix("_t"), curve.endswith("_t")
     if time == "clip":
-        rank = curve_rank(name, (FRAMES, *GRID), transposed=transposed)
+        rank = ranks(curve, (FRAMES, *GRID))
         return abs(int(rank[t].flat[p]) - int(rank[s].flat[q]))
-    rank = curve_rank(name, GRID, transposed=transposed).ravel()
+    rank = ranks(curve, GRID).ravel()
     return abs(int(rank[p]) - int(rank[q])) + (abs(t - s) if time == "axes" else 0)
 
 
@@ -202,32 +214,9 @@ def test_saved_and_loaded_it_is_the_same_bits(case, tmp_path):
     assert logits(loaded, clips(frames=2)).equal(logits(model, clips(frames=2)))  # the grid follows the clip
 
 
-REMOTE = """
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForVideoClassification
-
-pixels, outputs = load_file("pixels.safetensors")["pixels"], {}
-for folder in sorted(Path("models").iterdir()):
-    model = AutoModelForVideoClassification.from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules.")
-    outputs[folder.name] = model(pixels).logits.detach()
-save_file(outputs, "outputs.safetensors")
-"""
-
-
 @pytest.mark.slow
-def test_its_code_travels_with_it(tmp_path, monkeypatch):
-    models = {case: fresh(case) for case in CASES}
-    for case, model in models.items():
-        model.save_pretrained(tmp_path / "models" / case)
-    save_file({"pixels": clips()}, tmp_path / "pixels.safetensors")
-    run_script(REMOTE, folder=tmp_path)
-    found = load_file(tmp_path / "outputs.safetensors")
-    monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # without the package there is no compiled kernel
-    assert found.keys() == models.keys()
-    for case, model in models.items():
-        assert found[case].equal(model(clips()).logits), case
+def test_its_code_travels_with_it(tmp_path):
+    check_remote_code({case: (fresh(case), clips()) for case in [*FEW, "joint clip along a curve"]}, tmp_path)
 
 
 LORA = {"r": 2, "target_modules": ["q_proj", "temporal_v_proj", "v_proj"], "modules_to_save": ["classifier"]}

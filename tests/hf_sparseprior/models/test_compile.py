@@ -109,7 +109,7 @@ def test_compiled_training_where_diagonal_is_chosen(decay):
     assert_same_step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, images((64, 48)))
 
 
-@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("prior", [PRIORS[0], PRIORS[-1]])
 def test_compiled_inference(prior):
     model = make(prior)
     expected = model(images()).logits
@@ -231,7 +231,7 @@ class Logits(nn.Module):
         return self.model(pixel_values).logits
 
 
-@pytest.mark.parametrize(("prior", "strict"), [*((prior, False) for prior in PRIORS), (PRIORS[-1], True)])
+@pytest.mark.parametrize(("prior", "strict"), [(PRIORS[0], False), (PRIORS[-1], False), (PRIORS[-1], True)])
 def test_export_save_and_load_reproduce_the_logits(prior, strict, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
     model = make(prior)
@@ -266,12 +266,12 @@ def test_export_before_any_eager_call(strict, monkeypatch):
     assert_same_step(model, model, images())
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_with_any_batch_size(strict, monkeypatch):
+def test_strict_export_with_any_batch_size(monkeypatch):
+    """Not strict: test_every_family.py."""
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")
     model = make("fibottention+violin")
     shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
-    program = torch.export.export(Logits(model), (images(),), dynamic_shapes=shapes, strict=strict)
+    program = torch.export.export(Logits(model), (images(),), dynamic_shapes=shapes, strict=True)
     torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)).logits)
 
 

@@ -14,6 +14,7 @@ from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.patterns import relative_offsets
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.training.distillation import Distillation, Teacher
+from tests.hf_sparseprior.small import noise, scatter
 from tests.timm_oracle import import_timm
 
 SIZES = {
@@ -28,17 +29,8 @@ THEIRS = {
 PARAMETERS = {"convit_tiny": 5_710_512, "convit_small": 27_777_322, "convit_base": 86_540_040}
 
 
-def scatter(model, seed=0):
-    """Weights far from their small initial values, so that every part matters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model.eval()
-
-
 def images(height, width=None, batch=2):
-    return torch.randn(batch, 3, height, width or height, generator=torch.Generator().manual_seed(7))
+    return noise(batch, 3, height, width or height)
 
 
 def our_names(state):
@@ -403,49 +395,6 @@ def attention_of(model, layer):
         return model(images(32), output_attentions=True).attentions[layer]
 
 
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        ("evit", "'evit' drops tokens, and the gated layers of a ConViT need all patches"),
-        ("dynamicvit", "'dynamicvit' drops tokens, and the gated layers"),
-        (["dense", "violin"], "a list of 2 must have one for each of 1 stages"),
-    ],
-)
-def test_what_has_no_meaning_in_a_convit_is_refused(prior, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorConvitConfig(**SIZES, prior=prior)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("num_local_layers", 4, "num_local_layers=4 must be below num_hidden_layers=4: the class token joins"),
-        ("num_local_layers", -1, "num_local_layers=-1 must be an integer of 0 or more"),
-        ("num_local_layers", 1.5, "num_local_layers=1.5 must be an integer"),
-        ("locality_strength", -1, r"locality_strength=-1 must be a number in \[0, inf\)"),
-        ("locality_strength", "1", "locality_strength='1' must be a number"),
-        ("num_attention_heads", 3, "hidden_size=16 must be a multiple of num_attention_heads=3"),
-        ("pooling", "max", "pooling='max' must be one of class_token, mean"),
-        ("position_embedding", "rotary", "position_embedding='rotary' must be one of learned, none"),
-        ("qkv_bias", 1, "qkv_bias=1 must be True or False"),
-        ("image_size", 33, "image_size=33 must be a multiple of patch_size=8"),
-        ("local_up_to_layer", 2, "'local_up_to_layer' is no field .* did you mean 'num_local_layers'"),
-    ],
-)
-def test_fields_are_checked(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorConvitConfig(**{**SIZES, field: value})
-
-
-def test_what_is_no_image_is_refused():
-    model = sp.SparsePriorConvitModel(sp.SparsePriorConvitConfig(**SIZES))
-    for shape in ((3, 32, 32), (1, 4, 32, 32)):
-        with pytest.raises(ValueError, match=r"must be \(batch, 3, height, width\)"):
-            model(torch.zeros(shape))
-    with pytest.raises(ValueError, match="image of 32x30 pixels must be a multiple of the 8x8 patch"):
-        model(torch.zeros(1, 3, 32, 30))
-
-
 # ---- what looks at layers -------------------------------------------------------------------------------------------
 
 
@@ -470,7 +419,7 @@ def test_the_attention_loss_compares_the_plain_layers():
     student = scatter(
         sp.SparsePriorConvitForImageClassification(sp.SparsePriorConvitConfig(**sizes, prior="sparsifiner"))
     )
-    teacher = scatter(sp.SparsePriorConvitForImageClassification(sp.SparsePriorConvitConfig(**sizes)), 1)
+    teacher = scatter(sp.SparsePriorConvitForImageClassification(sp.SparsePriorConvitConfig(**sizes)), seed=1)
     distillation = Distillation({"attention": 1.0}, Teacher(teacher))
     distillation.check(student)
     pixels = images(32)

@@ -11,9 +11,9 @@ from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.convert import iformer
 from hf_sparseprior.models.blocks import BatchNorm
 from hf_sparseprior.patterns.curves import curve_rank
-from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.prior import is_prior_weight
 from tests.hf_sparseprior.models.iformer_oracle import DIMS, SMALL, published_forward, published_state
+from tests.hf_sparseprior.small import noise
 
 # Trained parameters with 1000 labels, those without the batch norms that inference folds away, and multiply-adds at 224
 # pixels; published are 2.9, 6.5, 8.9 and 14.7 million and 0.53, 1.09, 1.64 and 2.63 G (README of the published code).
@@ -42,8 +42,7 @@ def make(state, cls="ForImageClassification", **options):
 
 
 def images(height, width=None, batch=2):
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(batch, 3, height, width or height, generator=generator, dtype=torch.float64)
+    return noise(batch, 3, height, width or height, dtype=torch.float64)
 
 
 def close(ours, theirs):
@@ -232,53 +231,7 @@ def test_predictors_choose_keys_in_every_layer(predictor):
     assert all((own != 0).sum(-1).max() <= 2 for own in weights) and len(weights) == 3
 
 
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        *((name, f"'{name}' is for values as wide as queries") for name in MIXERS if name != "softmax"),
-        ("irpe_qkv", "'irpe_qkv' is for values as wide as queries"),
-        ("evit", "'evit' drops tokens, and iFormer's convolutions need all of them"),
-        ("dynamicvit", "'dynamicvit' drops tokens"),
-        (["dense"], "a list of 1 must have one for each of 2 stages"),
-    ],
-)
-def test_what_has_no_meaning_here_is_refused(prior, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorIformerConfig(**SMALL, prior=prior)
-
-
 # ---- parts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("hidden_sizes", 48, "hidden_sizes=48 must be a list with a number for each stage"),
-        ("hidden_sizes", (5, 6, 8, 16), r"hidden_sizes=\[5, 6, 8, 16\] must begin with an even number"),
-        ("conv_depths", (1, 1), r"and conv_depths=\[1, 1\] must have a number for each stage"),
-        ("attention_depths", (0, 0, 0, 0), r"attention_depths=\[0, 0, 0, 0\] must have at least one layer"),
-        ("key_reduction", (2, 1, 2, 4), r"key_reduction=\[2, 1, 2, 4\] must be 1 in a stage without attention"),
-        ("key_reduction", (1, 1, 3, 4), r"key_reduction=\[1, 1, 3, 4\] must divide hidden_sizes=\[4, 6, 8, 16\]"),
-        ("kernel_size", 4, "kernel_size=4 must be odd"),
-        ("conv_ratio", 2.5, "conv_ratio=2.5 must be an integer of 1"),
-        ("batch_norm_eps", -1, "batch_norm_eps=-1 must be a number"),
-        ("layer_scale_init_value", None, "layer_scale_init_value=None must be a number"),
-        ("drop_path_rate", 2, "drop_path_rate=2 must be a number in"),
-        ("use_distillation_classifier", 1, "use_distillation_classifier=1 must be True or False"),
-        ("image_size", 33, "image_size=33 must be a multiple of patch_size=4"),
-        ("patch_size", 4, "patch_size"),
-    ],
-)
-def test_fields_are_checked(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorIformerConfig(**{**SMALL, field: value})
-
-
-def test_what_is_no_image_is_refused():
-    model = sp.SparsePriorIformerModel(sp.SparsePriorIformerConfig(**SMALL))
-    for shape in ((3, 32, 32), (1, 4, 32, 32), (1, 3, 0, 32)):
-        with pytest.raises(ValueError, match=r"must be \(batch, 3, height, width\)"):
-            model(torch.zeros(shape))
 
 
 def test_stochastic_depth_rises_over_the_blocks_as_published():

@@ -13,6 +13,7 @@ from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.supports import head_offsets, layer_order
 from hf_sparseprior.patterns.windows import window_regions, windowed_mask
 from hf_sparseprior.priors.prior import is_prior_weight
+from tests.hf_sparseprior.small import noise, scatter
 
 SIZES = {
     "image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2, 2], "num_heads": [2, 2, 4], "window_size": 4,
@@ -21,17 +22,8 @@ SIZES = {
 PARAMETERS = {"swin_tiny": 28_288_354, "swin_small": 49_606_258, "swin_base": 87_768_224}
 
 
-def scatter(model, seed=0):
-    """Weights far from their small initial values, so that every part matters."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model.eval()
-
-
 def images(height, width=None, batch=2):
-    return torch.randn(batch, 3, height, width or height, generator=torch.Generator().manual_seed(7))
+    return noise(batch, 3, height, width or height)
 
 
 def our_names(state):
@@ -131,13 +123,6 @@ def test_published_sizes(preset):
     with torch.device("meta"):
         model = sp.SparsePriorSwinForImageClassification(sp.SparsePriorSwinConfig.from_preset(preset, num_labels=1000))
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[preset]
-
-
-def test_violin_adds_the_scalars_of_the_paper_to_swin_tiny():
-    """VIOLIN appendix F: eight gammas and an alpha for each head of each layer."""
-    with torch.device("meta"):
-        model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig.from_preset("swin_tiny", prior="violin"))
-    assert sum(value.numel() for name, value in model.named_parameters() if "decay_bias" in name) == 1242
 
 
 # ---- priors ---------------------------------------------------------------------------------------------------------
@@ -286,42 +271,6 @@ def test_one_prior_puts_its_support_into_the_first_two_stages():
     assert again.prior == listed.prior and again.prior_name == "dense, violin, fibottention"
 
 
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        ("linformer", "'linformer' is for a whole image"),
-        ("sparsifiner", "'sparsifiner' is for a whole image"),
-        ("evit", "evit"),
-        ("dynamicvit", "dynamicvit"),
-        ("swin_rpb", "'swin_rpb' is part of a SparsePriorSwin already"),
-        (["dense"], "a list of 1 must have one for each of 3 stages"),
-    ],
-)
-def test_what_has_no_meaning_in_windows_is_refused(prior, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorSwinConfig(**SIZES, prior=prior)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("depths", 2, "depths=2 must be a list with a number for each stage"),
-        ("depths", [], "must be a list with a number for each stage"),
-        ("depths", [2, 2], r"depths=\[2, 2\] and num_heads=\[2, 2, 4\] must have a number for each stage"),
-        ("num_heads", [2, 2, 3], r"num_heads=\[2, 2, 3\] must divide the widths of the stages, \[8, 16, 32\]"),
-        ("window_size", 0, "window_size=0 must be an integer of 1 or more"),
-        ("mlp_ratio", "4", "mlp_ratio='4' must be a number"),
-        ("mlp_ratio", 0.01, "width of the MLP=0 must be an integer of 1"),
-        ("embed_dim", 2.5, "embed_dim=2.5 must be an integer"),
-        ("qkv_bias", 1, "qkv_bias=1 must be True or False"),
-        ("image_size", 33, "image_size=33 must be a multiple of patch_size=2"),
-    ],
-)
-def test_fields_are_checked(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorSwinConfig(**{**SIZES, field: value})
-
-
 def test_a_stage_smaller_than_a_window_is_one_window():
     config = sp.SparsePriorSwinConfig(**{**SIZES, "window_size": 7})
     assert config.grids == [(16, 16), (8, 8), (4, 4)] and config.windows == [7, 7, 4]
@@ -331,13 +280,6 @@ def test_a_stage_smaller_than_a_window_is_one_window():
     assert tables == [(2, 13, 13), (2, 13, 13), (4, 7, 7)]
     with torch.no_grad():
         assert model(images(64)).last_hidden_state.isfinite().all()  # the last stage has four windows now
-
-
-def test_what_is_no_image_is_refused():
-    model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(**SIZES))
-    for shape in ((3, 32, 32), (1, 4, 32, 32), (1, 3, 0, 32)):
-        with pytest.raises(ValueError, match=r"must be \(batch, 3, height, width\)"):
-            model(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("prior", ["dense", "window", "violin", "learned_order", "irpe_qkv", "topk"])

@@ -122,15 +122,6 @@ def test_manhattan_is_one_gamma_a_head():
     assert positions("manhattan", (2, 3)).tolist() == [[[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]]
 
 
-def test_scalar_counts_of_deit_b():
-    # VIOLIN section 3.4: 12 layers of 12 heads, 8 curves and alpha; a single curve counts with its transpose.
-    def count(**settings):
-        return 12 * sum(p.numel() for p in make("violin", num_heads=12, **settings).parameters())
-
-    assert count() == 1296
-    assert count(curves=["hilbert", "hilbert_t"]) == 432
-
-
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 

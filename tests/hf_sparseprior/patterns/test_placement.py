@@ -35,11 +35,6 @@ LEARNED_ORDER_BACKENDS = ("diagonal", "gather")  # in float64, over a support
 IDENTICAL = [name for name in PLACEMENTS if name not in ("add_after_as_printed", "residual")]
 
 
-@pytest.fixture(autouse=True)
-def no_forced_backend(monkeypatch):
-    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
-
-
 def leaves(prefix=1, batch=2, width=4, prefix_beta=True, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS, prefix + GRID[0] * GRID[1], width)

@@ -4,6 +4,7 @@ import logging
 import pickle
 import sys
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,6 @@ from tests.hf_sparseprior.attention.attention_cases import SHIPPED_BACKENDS
 
 HIDDEN, HEADS = 12, 3
 PRIORS = [name if decay is None else f"{name}+{decay}" for name in SUPPORTS for decay in [None, *DECAYS]]
-
-
-@pytest.fixture(autouse=True)
-def no_forced_backend(monkeypatch):
-    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
 
 
 def make_layer(prior="fibottention+violin", *, grid=(4, 4), heads=HEADS, seed=0, **options):
@@ -177,8 +173,7 @@ def test_layers_shuffle_the_supports():
     assert not torch.equal(first(tokens(), (4, 4), 1)[0], second(tokens(), (4, 4), 1)[0])
 
 
-@pytest.mark.parametrize("name", DECAYS)
-@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize(("support", "name"), zip(SUPPORTS, cycle(DECAYS)))
 def test_a_decay_without_effect_reproduces_the_base_model(support, name):
     # The same seed gives both the same projections. alpha = 1 and beta -> infinity is exact, beta = 20 nearly.
     base = make_layer(support)(tokens(), (4, 4), 1, backend="reference")[0]

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.priors.locality import LocalityBranch
-from tests.processes import run_script
+from tests.hf_sparseprior.priors.test_every_extra import images, moved, tiny
 
 GRID = (3, 4)
 SETTINGS = [{}, {"kernel_size": 5}, {"squeeze_excitation": 2}]
@@ -88,47 +86,6 @@ def test_gradient_reaches_every_parameter(settings):
     assert fresh.gate.grad != 0  # from there on, the others follow
 
 
-def tiny(prior="localvit", **settings):
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    settings = {**sizes, "image_size": 24, "patch_size": 4, "num_labels": 3, **settings}
-    torch.manual_seed(0)
-    return SparsePriorViTForImageClassification(SparsePriorViTConfig(prior=prior, **settings)).eval()
-
-
-def moved(prior):
-    model = tiny(prior)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "relative_position" in name or "locality" in name:
-                nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def images(height=24, width=24):
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.parametrize("base_prior", ["dense", "fibottention", "violin"])
-def test_a_pretrained_model_starts_as_itself(base_prior):
-    base, model = tiny(base_prior), tiny(f"{base_prior}+localvit")
-    missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
-    assert len(missing) == 4 and all("mlp.locality.localvit" in name for name in missing)
-    with torch.no_grad():
-        for size in ((24, 24), (32, 20)):
-            assert torch.equal(model(images(*size)).logits, base(images(*size)).logits)
-
-
-# VIOLIN Table 7 has ~6.2M and does not say of what.
-@pytest.mark.parametrize(
-    ("settings", "parameters"), [({}, 12 * (3072 * 9 + 1)), ({"squeeze_excitation": 16}, 1_548_300)]
-)
-def test_parameters_of_deit_b(settings, parameters):
-    prior = {"extras": [{"name": "localvit", **settings}]}
-    with torch.device("meta"):
-        model = SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset("deit_base", prior=prior))
-    assert sum(p.numel() for name, p in model.named_parameters() if "locality" in name) == parameters
-
-
 def test_a_converted_model_takes_extras_and_keeps_them(tmp_path):
     base = tiny("dense")
     base.save_pretrained(tmp_path / "base")
@@ -142,24 +99,3 @@ def test_a_converted_model_takes_extras_and_keeps_them(tmp_path):
     assert torch.equal(again(images()).logits, trained(images()).logits)
     with pytest.raises(ValueError, match=r"prior 'swin_rpb\+localvit|prior 'localvit\+swin_rpb' has no place in vit"):
         convert_checkpoint(tmp_path / "trained", tmp_path / "vit", to="vit")
-
-
-REMOTE = """
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained("model", trust_remote_code=True)
-logits = model(load_file("pixels.safetensors")["pixels"]).logits
-save_file({"logits": logits.detach().contiguous()}, "logits.safetensors")
-"""
-
-
-@pytest.mark.slow
-def test_every_extra_of_the_layers_runs_without_the_package(tmp_path):
-    decay = {"name": "learned_order", "placement": "multiply_after"}
-    model = moved({"decay": decay, "extras": [name for name in EXTRAS if EXTRAS[name].place != "model"]})
-    model.save_pretrained(tmp_path / "model")
-    save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    run_script(REMOTE, folder=tmp_path)
-    with torch.no_grad():
-        assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], model(images()).logits)

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import SwinConfig, SwinModel, ViTConfig, ViTMAEConfig, ViTMAEModel, ViTModel
 
 import hf_sparseprior as sp
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.patterns.decay import DECAYS, decay_mask
 from hf_sparseprior.patterns.relative_offsets import (
@@ -23,6 +22,7 @@ from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 from tests.hf_sparseprior.attention.attention_calls import attend, make_request
 from tests.hf_sparseprior.attention.attention_cases import SHIPPED_BACKENDS
+from tests.hf_sparseprior.small import noise
 
 GRID, HEADS, HIDDEN = (3, 4), 3, 12
 PATCHES = [(row, column) for row in range(GRID[0]) for column in range(GRID[1])]
@@ -33,11 +33,6 @@ SETTINGS = [
     {"name": "irpe_qkv", "method": "euclidean", "ratio": 1.2},
     {"name": "irpe_qk", "ratio": 1.0},
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_forced_backend(monkeypatch):
-    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -269,108 +264,13 @@ def test_sinusoids_and_buckets_know_no_grid():
     assert np.array_equal(few, many[np.ix_(corner, corner)])
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
-def tiny(prior, **settings):
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    settings = {**sizes, "image_size": 24, "patch_size": 4, "num_labels": 3, **settings}
-    torch.manual_seed(0)
-    return SparsePriorViTForImageClassification(SparsePriorViTConfig(prior=prior, **settings)).eval()
-
-
-def moved(prior, **settings):
-    model = tiny(prior, **settings)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "relative_position" in name:
-                nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def images(height=24, width=24):
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.parametrize("base_prior", ["dense", "fibottention", "violin"])
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
-def test_a_pretrained_model_starts_as_itself(settings, base_prior):
-    base = tiny(base_prior)
-    slots = {"decay": "violin"} if base_prior == "violin" else {"support": base_prior}
-    model = tiny({**slots, "extras": [settings]})
-    missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
-    assert missing and all("relative_position" in name for name in missing)
-    with torch.no_grad():
-        for size in ((24, 24), (32, 20)):
-            assert (model(images(*size)).logits - base(images(*size)).logits).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("prior", "preset", "parameters"),
-    [
-        ("swin_rpb", "deit_base", 104_976),  # VIOLIN Table 7: ~105K
-        ({"extras": [{"name": "swin_rpb", "learn_prefix": True}]}, "deit_base", 104_976 + 12 * 12 * 3),
-        ("irpe_k", "deit_base", 38_400),
-        ("irpe_qk", "deit_base", 76_800),
-        ("irpe_qkv", "deit_base", 115_200),  # VIOLIN Table 7: ~115K
-        ("violin+irpe_k", "deit_tiny", 12 * 50 * 64),
-        ("transformer_xl", "deit_base", 12 * (768**2 + 2 * 768)),
-        ("transformer_xl", "deit_small", 12 * (384**2 + 2 * 384)),
-    ],
-)
-def test_parameter_counts(prior, preset, parameters):
-    with torch.device("meta"):
-        model = SparsePriorViTForImageClassification(SparsePriorViTConfig.from_preset(preset, prior=prior))
-    assert sum(p.numel() for name, p in model.named_parameters() if "relative_position" in name) == parameters
-
-
-def test_what_gets_no_weight_decay():
-    names = tiny("swin_rpb+irpe_qkv+transformer_xl").no_weight_decay()
-    own = sorted(name.split("relative_position.")[1] for name in names if "layers.0.attention.relative" in name)
-    assert own == ["swin_rpb.bias_table", "transformer_xl.content_bias", "transformer_xl.position_bias"]
-
-
-@pytest.mark.parametrize("name", RELATIVE)
-def test_saving_keeps_every_bit(name, tmp_path):
-    model = moved(f"violin+{name}")
-    model.save_pretrained(tmp_path)
-    loaded = SparsePriorViTForImageClassification.from_pretrained(tmp_path).eval()
-    for size in ((24, 24), (32, 20)):
-        assert torch.equal(loaded(images(*size)).logits, model(images(*size)).logits)
-    assert loaded.config.prior == model.config.prior
-
-
-def test_weights_of_a_dense_model_get_zeros(tmp_path):
-    base = tiny("dense")
-    base.save_pretrained(tmp_path)
-    model = SparsePriorViTForImageClassification.from_pretrained(tmp_path, prior="swin_rpb+irpe_qkv").eval()
-    own = [p for name, p in model.named_parameters() if "relative_position" in name]
-    assert len(own) == 8 and all((p == 0).all() for p in own)
-    torch.testing.assert_close(model(images()).logits, base(images()).logits, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", RELATIVE)
-def test_half_precision(name):
-    model = moved(f"violin+{name}").to(torch.bfloat16)
-    logits = model(images().to(torch.bfloat16)).logits
-    assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(logits.float(), moved(f"violin+{name}")(images()).logits, rtol=0.1, atol=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prior", ["violin+irpe_qkv", "swin_rpb+transformer_xl"])
-def test_compiled_whole(prior):
-    torch.compiler.reset()
-    model = moved(prior, num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for size in ((24, 24), (16, 24)):
-        torch.testing.assert_close(compiled(images(*size)).logits, model(images(*size)).logits, rtol=1e-5, atol=1e-6)
-    torch.compiler.reset()
-
-
 # ---- stock models ---------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def images():
+    return noise(2, 3, 24, 24)
 
 
 def stock(cls=ViTModel, config=ViTConfig, **settings):

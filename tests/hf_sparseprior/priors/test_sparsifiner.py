@@ -17,7 +17,6 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from tests.hf_sparseprior.attention.attention_calls import attend, make_request
-from tests.processes import run_script
 
 GRID, HEADS, WIDTH = (3, 4), 2, 5
 
@@ -459,29 +458,6 @@ def make_model(**settings):
     torch.manual_seed(0)
     prior = {"predictor": {"name": "sparsifiner", "num_down": 4, "keep_rate": 0.3, **settings}}
     return sp.SparsePriorViTForImageClassification(sp.SparsePriorViTConfig(prior=prior, **SIZES)).eval()
-
-
-LOAD = """
-import torch
-from transformers import AutoModelForImageClassification
-model = AutoModelForImageClassification.from_pretrained("model", trust_remote_code=True)
-with torch.no_grad():
-    torch.save(model(torch.load("pixels.pt")).logits, "logits.pt")
-"""
-
-
-@pytest.mark.slow
-def test_saved_model_runs_without_the_package(tmp_path):
-    model, pixels = make_model(), torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        for layer in model.vit.layers:
-            layer.attention.predictor.w_down += 0.1
-            layer.attention.predictor.prune()
-    model.save_pretrained(tmp_path / "model")
-    torch.save(pixels, tmp_path / "pixels.pt")
-    run_script(LOAD, folder=tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(pixels).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_dense_checkpoint_gets_a_fresh_predictor(tmp_path):

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,7 +33,6 @@ from hf_sparseprior.training import (
 from hf_sparseprior.training.keep_rate import scheduled_keep_rate
 from tasks.analysis.paper_numbers import masked_pruning_flops, preset_flops, unexplained_numbers
 from tests.hf_sparseprior.attention.attention_calls import attend
-from tests.processes import run_script
 
 GRID = (5, 6)
 SIZES = {"hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 32}
@@ -508,39 +506,6 @@ def test_half_precision_and_other_image_sizes(name):
         assert ids.shape[1] == kind.layer_tokens(settings, 5, 56)[-1][1] and 30 <= ids.max() < 56
         half = copy.deepcopy(made).bfloat16()(images(dtype=torch.bfloat16))
     assert half.logits.dtype == torch.bfloat16 and half.logits.isfinite().all()
-
-
-# ---- saving ---------------------------------------------------------------------------------------------------------
-
-REMOTE = """
-import sys
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification
-
-pixels, logits = load_file("pixels.safetensors")["pixels"], {}
-for name in sys.argv[1:]:
-    model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=True)
-    logits[name] = model(pixels).logits.detach().contiguous()
-save_file(logits, "logits.safetensors")
-"""
-
-
-@pytest.mark.slow
-def test_saved_models_run_without_the_package(tmp_path):
-    priors = {"evit": "fibottention+evit", "dynamicvit": "sparsifiner+dynamicvit"}
-    made = {name: model(prior, dtype=torch.float32) for name, prior in priors.items()}
-    for name, own in made.items():
-        own.save_pretrained(tmp_path / name)
-    save_file({"pixels": images(dtype=torch.float32)}, tmp_path / "pixels.safetensors")
-    run_script(REMOTE, *made, folder=tmp_path)
-    logits = load_file(tmp_path / "logits.safetensors")
-    for name, own in made.items():
-        again = SparsePriorViTForImageClassification.from_pretrained(tmp_path / name)
-        assert again.config.prior == own.config.prior
-        with torch.no_grad():
-            expected = own(images(dtype=torch.float32)).logits
-            assert again(images(dtype=torch.float32)).logits.equal(expected)
-        torch.testing.assert_close(logits[name], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_checkpoint_runs_at_another_keep_rate(tmp_path):

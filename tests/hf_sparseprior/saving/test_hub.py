@@ -18,11 +18,14 @@ from hf_sparseprior import (
     SparsePriorViTModel,
 )
 from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.predictor import PREDICTORS
 from hf_sparseprior.saving.card import model_card
 from tests.hf_sparseprior.attention.attention_cases import SHIPPED_SUPPORTS
+from tests.hf_sparseprior.small import noise, scatter
 from tests.processes import run_script
+from tests.remote import check_remote_code
 
 CLASSES = {
     "AutoConfig": SparsePriorViTConfig,
@@ -46,7 +49,7 @@ def make(cls=SparsePriorViTForImageClassification, **settings):
 
 
 def images():
-    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+    return noise(2, 3, 32, 32)
 
 
 @pytest.fixture
@@ -245,20 +248,6 @@ def remote(tmp_path_factory):
     return folder, models, report, load_file(folder / "outputs.safetensors")
 
 
-KINDS = """
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification
-
-pixels, logits = load_file("pixels.safetensors")["pixels"], {}
-for folder in sorted(path for path in Path("kinds").iterdir()):
-    model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules.")
-    logits[folder.name] = model(pixels).logits.detach()
-save_file(logits, "logits.safetensors")
-"""
-
-
 HUB = """
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
@@ -284,19 +273,13 @@ def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_kind_of_attention_comes_back_by_remote_code(tmp_path, monkeypatch):
-    models = {name: make(prior=name) for name in [*SHIPPED_SUPPORTS, *PREDICTORS, *MIXERS]}
-    for name, model in models.items():
-        with torch.no_grad():
-            for parameter in model.parameters():  # far from the small initial values, so that the prior matters
-                parameter.add_(torch.rand_like(parameter) - 0.5)
-        model.save_pretrained(tmp_path / "kinds" / name)
-    save_file({"pixels": images()}, tmp_path / "pixels.safetensors")
-    run_script(KINDS, folder=tmp_path)
-    found = load_file(tmp_path / "logits.safetensors")
-    monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)
-    for name, model in models.items():
-        torch.testing.assert_close(found[name], model(images()).logits)
+def test_every_kind_of_prior_comes_back_by_remote_code(tmp_path):
+    names = [*SHIPPED_SUPPORTS, *PREDICTORS, *MIXERS, "fibottention+evit", "sparsifiner+dynamicvit"]
+    decay = {"name": "learned_order", "placement": "multiply_after"}
+    extras = {"decay": decay, "extras": [name for name in EXTRAS if EXTRAS[name].place != "model"]}
+    priors = {name: name for name in names} | {"extras": extras}
+    # Weights far from the small initial values, so that the prior matters.
+    check_remote_code({name: (scatter(make(prior=own)), images()) for name, own in priors.items()}, tmp_path)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from transformers import TrainerCallback
 
 import hf_sparseprior as sp
 from hf_sparseprior.training import (
@@ -27,6 +26,7 @@ from hf_sparseprior.training.distillation import (
 )
 from hf_sparseprior.training.mixing import check_mixtoken
 from tests.hf_sparseprior.small import VIT
+from tests.hf_sparseprior.training.test_trainer import StopAt
 
 SIZES = {
     "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -46,17 +46,6 @@ class Noise(Dataset):
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         return {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": index % 2}
-
-
-class StopAt(TrainerCallback):
-    """Stands for a kill."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def make_trainer(model, distillation, folder, **options):
