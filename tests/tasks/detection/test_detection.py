@@ -490,6 +490,9 @@ def test_detectors_on_swin_build_at_full_size_and_train(name, kinds):
     small = {**SMALL_FAMILIES["sparseprior_swin"], "prior": "fibottention+violin", "out_indices": [1, 2]}
     config.model.backbone = {"type": "SparsePriorSwin", **small, "with_cp": "mask_rcnn_swin" in name}
     config.model.neck.in_channels = [8, 16]
+    stages = config.model.train_cfg.get("rcnn", [])
+    for stage in stages if isinstance(stages, list) else [stages]:
+        stage.sampler.num = 16  # boxes of an image that heads of full size learn from
     torch.manual_seed(0)
     model = MODELS.build(config.model).train()
     model.init_weights()
