@@ -59,14 +59,6 @@ def test_a_run_leaves_results_picture_and_policy(whole_run):
     assert all(torch.equal(policy.state_dict()[name], value) for name, value in averages.items())
 
 
-def test_a_finished_run_is_not_done_again(whole_run, demonstrations, monkeypatch):
-    monkeypatch.setattr(train, "Training", None)
-    results = train.run(with_cameras(configuration(demonstrations, whole_run)))
-    assert results["steps"] == 10
-    with pytest.raises(ValueError, match=r"trainer\.steps: 10 there, 11 here"):
-        train.run(with_cameras(configuration(demonstrations, whole_run, steps=11)))
-
-
 def spoiled(demonstrations: Path, folder: Path) -> Path:
     """A copy under the same name in which only the first action differs; it is far outside the range of all."""
     h5py = pytest.importorskip("h5py")
