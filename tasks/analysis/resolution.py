@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.base.families import family_of
@@ -29,8 +28,8 @@ from tasks.analysis.trained import (
     fill_cells,
     load_trained,
     open_cells,
+    trained_main,
 )
-from tasks.common.command import run_command
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
 from tasks.common.tables import markdown_table
@@ -42,11 +41,7 @@ FIGURE_8_TRAINED = 224
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = commands.resolution()
-    arguments = parser.parse_args(argv)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    return run_command(parser.prog, lambda: run(arguments), "where it stopped")
+    return trained_main(commands.resolution(), run, argv)
 
 
 def run(arguments: argparse.Namespace) -> None:

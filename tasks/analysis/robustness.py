@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.files import write_text
 from tasks.analysis import commands
@@ -36,8 +35,8 @@ from tasks.analysis.trained import (
     fill_cells,
     load_trained,
     open_cells,
+    trained_main,
 )
-from tasks.common.command import run_command
 from tasks.common.config import check_known
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
@@ -130,11 +129,7 @@ def _percent(share: float | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
-    parser = commands.robustness()
-    arguments = parser.parse_args(argv)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    return run_command(parser.prog, lambda: run(arguments), "where it stopped")
+    return trained_main(commands.robustness(), run, argv)
 
 
 def run(arguments: argparse.Namespace) -> None:

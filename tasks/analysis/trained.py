@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.files import file_sha256
 from hf_sparseprior.models.pretrained import check_classes
@@ -30,6 +31,7 @@ from tasks.analysis.runs import (
     model_names,
     num_channels,
 )
+from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import Preparation, as_trained, load_split
 from tasks.common.images.sections import load_data_section
@@ -38,6 +40,16 @@ from tasks.common.results import read_results, write_results
 
 Change = Callable[[Image.Image], Image.Image]
 Key = TypeVar("Key")
+
+
+def trained_main(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None = None
+) -> int:
+    """The command line of one of these commands, which does `run`; a bad value prints one line and returns 2."""
+    arguments = parser.parse_args(argv)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    return run_command(parser.prog, lambda: run(arguments), "where it stopped")
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForImageClassification, set_seed
@@ -12,7 +11,6 @@ from transformers import AutoModelForImageClassification, set_seed
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.compression.search import SEARCH_FILE
 from hf_sparseprior.models.pretrained import weights_sha256
-from hf_sparseprior.saving.saved_processor import load_image_processor
 from hf_sparseprior.training.mixing import check_mixtoken
 from tasks.classification.commands import TRAINS
 from tasks.classification.compression import (
@@ -37,11 +35,11 @@ from tasks.classification.label_maps import check_token_classifier, open_label_m
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, tuned
 from tasks.common.config import Config
-from tasks.common.hf_run import HFTask, Prepared, Split
+from tasks.common.hf_run import HFTask, Prepared
 from tasks.common.images.augmentation import AugmentationConfig
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_split
 from tasks.common.images.model import build_model, check_pretrained, pretrained_sha256
+from tasks.common.images.split import read_split
 from tasks.common.models import about_model, decay_change
 
 
@@ -117,15 +115,6 @@ def _details(
     }
     # A stream may meet damaged images until the end of the test.
     return lambda: {**known, "corrupt_images": inputs.corrupt_images(), **about_end()}
-
-
-def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
-    """A split, prepared by the image processor that was saved with the model."""
-    processor = load_image_processor(folder)
-    data_config = as_trained(DataConfig(**config["data"]), processor)
-    data = load_split(data_config, split)
-    preparation = Preparation(processor, model.config.num_channels)
-    return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
 
 
 def attention_flops(config: Any) -> int | None:

@@ -6,15 +6,12 @@ What FILE holds, and what happens after a kill: tasks/common/mm/compare.py.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from tasks.common.mm.command import compare_main
 from tasks.detection import load_task
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    return compare_main("detection", load_task, argv)
-
+main = partial(compare_main, "detection", load_task)
 
 if __name__ == "__main__":
     sys.exit(main())

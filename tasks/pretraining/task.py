@@ -14,14 +14,14 @@ from transformers import AutoModel, set_seed
 
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model
 from hf_sparseprior.saving.processor import image_processor_settings
-from hf_sparseprior.saving.saved_processor import load_image_processor
 from tasks.common.config import Config
-from tasks.common.hf_run import HFTask, Prepared, Split, Tested, draw_sampler
+from tasks.common.hf_run import HFTask, Prepared, Tested, draw_sampler
 from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data, load_split
+from tasks.common.images.data import ImageDataset, Preparation, load_data
 from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, from_scratch, pretrained_sha256
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, drop_corrupt
+from tasks.common.images.split import read_split
 from tasks.common.models import section_family
 from tasks.pretraining.commands import TRAINS
 from tasks.pretraining.config import SECTIONS, DinoConfig, EvaluationConfig, check_config
@@ -178,15 +178,6 @@ class Judge:
             kept,
         )
         return linear_predict(encode, classifier, self.test, self.knn.batch_size)
-
-
-def read_split(config: Config, split: str, model: Any, folder: Any) -> Split:
-    """A split, prepared by the image processor that was saved with the model."""
-    processor = load_image_processor(folder)
-    data_config = as_trained(DataConfig(**config["data"]), processor)
-    data = load_split(data_config, split)
-    preparation = Preparation(processor, model.config.num_channels)
-    return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
 
 
 PRETRAINING = HFTask(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from tasks.common.mm.command import evaluate_main
 from tasks.segmentation import load_task
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    return evaluate_main("segmentation", load_task, argv)
-
+main = partial(evaluate_main, "segmentation", load_task)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,7 @@ from scipy import stats
 from hf_sparseprior.analysis import pictures
 from tasks.claims import page, todo
 from tasks.claims.claim import TIERS, read_paper, read_papers
-from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, VERDICTS, Bound, number_in
+from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, Bound, number_in
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
@@ -25,6 +25,7 @@ from tasks.common.metrics import pack_correct
 from tasks.common.paired import Difference, differences, smallest_told
 from tasks.common.records import add_records
 from tasks.common.tables import count_of_seeds
+from tests.each import each
 
 METRIC = "test_accuracy"
 
@@ -32,6 +33,16 @@ METRIC = "test_accuracy"
 def runs(*shares: float) -> list[dict]:
     """Records of one row, a seed each."""
     return [{"seed": seed, "metrics": {METRIC: share}} for seed, share in enumerate(shares)]
+
+
+def keep(folder: Path, rows: dict[str, list[float]], **more: object) -> None:
+    """Add records of rows to those in a folder, a share for each seed."""
+    add_records(folder / "r", [(row, {**run, **more}) for row, shares in rows.items() for run in runs(*shares)])
+
+
+def claim_in(paper: object, name: str) -> object:
+    [claim] = [claim for claim in paper.claims if claim.name == name]
+    return claim
 
 
 def judged(kind: str, settings: object, records: dict) -> object:
@@ -206,20 +217,6 @@ def test_pairs_are_a_paired_t_test_over_settings(shift: float) -> None:
     assert judged("pairs", settings, records).verdict == NOT_YET
 
 
-@pytest.mark.parametrize(
-    ("higher", "lower", "message"),
-    [
-        (["a", "b"], ["c", "d"], "3 or more"),
-        (["a", "b", "c"], ["d", "e"], "as many rows"),
-        (["a", "b", "c"], ["d", "d", "d"], "one pair alone"),
-        ("a", ["d"], "lists of rows"),
-    ],
-)
-def test_bad_pairs_are_refused(higher: object, lower: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KINDS["pairs"].read({"higher": higher, "lower": lower})
-
-
 @pytest.mark.parametrize(("shift", "verdict"), [(-0.02, FAILS), (0.0, OPEN), (0.02, HOLDS)])
 def test_contrast_is_a_t_test_of_one_difference_against_another(shift: float, verdict: str) -> None:
     random = np.random.default_rng(5)
@@ -235,21 +232,6 @@ def test_contrast_is_a_t_test_of_one_difference_against_another(shift: float, ve
     assert shared.mean == pytest.approx(100 * np.mean(of["d"] - of["b"]))
     del records["d"]
     assert judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records).verdict == NOT_YET
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"larger": ["a"], "smaller": ["c", "d"]}, "larger=.* two rows"),
-        ({"larger": ["a", "a"], "smaller": ["c", "d"]}, "larger=.* two rows"),
-        ({"larger": ["a", "b"], "smaller": "cd"}, "smaller=.* two rows"),
-        ({"larger": ["a", "b"], "smaller": ["a", "b"]}, "compared with itself"),
-        ({"larger": ["a", "b"], "smaller": ["c", "d"], "margin": -1}, "margin=-1"),
-    ],
-)
-def test_bad_contrasts_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KINDS["contrast"].read(settings)
 
 
 @pytest.mark.parametrize(("direction", "verdict"), [("up", HOLDS), ("down", FAILS)])
@@ -302,21 +284,6 @@ def test_every_row_is_above(levels: dict, verdict: str, counts: str) -> None:
     assert judged("every", {"higher": ["a", "b", "c"], "lower": ["d", "d", "d"]}, records).verdict == NOT_YET
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"higher": ["a", "b"], "lower": ["c", "d"]}, "3 or more"),
-        ({"higher": ["a", "b", "c"], "lower": ["d", "d"]}, "as many rows"),
-        ({"higher": "abc", "lower": ["d", "d", "d"]}, "lists of rows"),
-        ({"higher": ["a", "a", "c"], "lower": ["d", "d", "d"]}, "once"),
-        ({"higher": ["a", "b", "d"], "lower": ["d", "d", "d"]}, "'d' is compared with itself"),
-    ],
-)
-def test_bad_lists_of_every_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KINDS["every"].read(settings)
-
-
 @pytest.mark.parametrize(("apart", "verdict"), [(True, HOLDS), (False, OPEN)])
 def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verdict: str) -> None:
     """Rows that are right on parts of their own, or seeds that differ as much as rows do."""
@@ -342,6 +309,30 @@ def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verd
     assert float(found.could_tell) == pytest.approx(least, abs=0.006)
     del records["b"][1:]
     assert judged("oracle", {"among": rows}, records).verdict == NOT_YET
+
+
+@each(
+    "kind, settings, message",
+    [
+        ("pairs", {"higher": ["a", "b"], "lower": ["c", "d"]}, "3 or more"),
+        ("pairs", {"higher": ["a", "b", "c"], "lower": ["d", "e"]}, "as many rows"),
+        ("pairs", {"higher": ["a", "b", "c"], "lower": ["d", "d", "d"]}, "one pair alone"),
+        ("pairs", {"higher": "a", "lower": ["d"]}, "lists of rows"),
+        ("contrast", {"larger": ["a"], "smaller": ["c", "d"]}, "larger=.* two rows"),
+        ("contrast", {"larger": ["a", "a"], "smaller": ["c", "d"]}, "larger=.* two rows"),
+        ("contrast", {"larger": ["a", "b"], "smaller": "cd"}, "smaller=.* two rows"),
+        ("contrast", {"larger": ["a", "b"], "smaller": ["a", "b"]}, "compared with itself"),
+        ("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"], "margin": -1}, "margin=-1"),
+        ("every", {"higher": ["a", "b"], "lower": ["c", "d"]}, "3 or more"),
+        ("every", {"higher": ["a", "b", "c"], "lower": ["d", "d"]}, "as many rows"),
+        ("every", {"higher": "abc", "lower": ["d", "d", "d"]}, "lists of rows"),
+        ("every", {"higher": ["a", "a", "c"], "lower": ["d", "d", "d"]}, "once"),
+        ("every", {"higher": ["a", "b", "d"], "lower": ["d", "d", "d"]}, "'d' is compared with itself"),
+    ],
+)
+def test_bad_settings_are_refused(kind: str, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KINDS[kind].read(settings)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -559,7 +550,7 @@ def test_a_run_of_which_one_number_is_read_may_be_missing_among_others(tmp_path)
 
 def test_rows_may_be_numbers_of_one_file(tmp_path) -> None:
     paper = read(tmp_path, GOOD)
-    [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
+    claim = claim_in(paper, "table3-c")
     assert todo.missing_analyses([paper], tmp_path) == ["python -m tasks.own --out w"]
     assert page.outcome(claim, tmp_path).verdict == NOT_YET
     (tmp_path / "w").mkdir()
@@ -587,7 +578,7 @@ def test_rows_may_be_numbers_of_a_file_for_each_seed(tmp_path) -> None:
         read(tmp_path, content)
     own["keys"] = {"a": ["models/a/width"], "b": ["models/b/width"]}
     paper = read(tmp_path, content)
-    [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
+    claim = claim_in(paper, "table3-c")
     commands = [f"python -m tasks.own seed{seed} --out w/{seed}" for seed in range(5)]
     assert todo.missing_analyses([paper], tmp_path) == commands
     assert page.outcome(claim, tmp_path).verdict == NOT_YET
@@ -620,11 +611,8 @@ def test_rows_may_be_numbers_of_a_file_for_each_seed(tmp_path) -> None:
 def test_trained_rows_tell_nothing_with_fewer_seeds_than_the_rule_asks_for(tmp_path, test: dict, seeds: int) -> None:
     content = copy.deepcopy(GOOD)
     content["claims"]["table1-a"] |= {"test": test, "tier": "B"}
-    [claim] = [claim for claim in read(tmp_path, content).claims if claim.name == "table1-a"]
-    for place, row in enumerate("abcdef"):
-        for seed in range(seeds):
-            record = {"seed": seed, "metrics": {METRIC: 0.1 * place + 0.01 * seed}}
-            add_records(tmp_path / "r", [(row, record)])
+    claim = claim_in(read(tmp_path, content), "table1-a")
+    keep(tmp_path, {row: [0.1 * place + 0.01 * seed for seed in range(seeds)] for place, row in enumerate("abcdef")})
     found = page.outcome(claim, tmp_path)
     told = FAILS if test.get("trend", {}).get("direction") == "down" else HOLDS
     assert found.verdict == (told if seeds == 3 else OPEN)
@@ -637,11 +625,8 @@ def test_a_row_that_is_told_the_other_way_counts_though_another_has_one_seed(tmp
     content = copy.deepcopy(GOOD)
     every = {"every": {"higher": ["a", "c", "d"], "lower": ["b", "b", "b"]}}
     content["claims"]["table1-a"] |= {"test": every, "tier": "B"}
-    [claim] = [claim for claim in read(tmp_path, content).claims if claim.name == "table1-a"]
-    for row, share, seeds in (("a", 0.4, 5), ("b", 0.5, 5), ("c", 0.6, 1), ("d", 0.6, 1)):
-        for seed in range(seeds):
-            record = {"seed": seed, "metrics": {METRIC: share}}
-            add_records(tmp_path / "r", [(row, record)])
+    claim = claim_in(read(tmp_path, content), "table1-a")
+    keep(tmp_path, {"a": [0.4] * 5, "b": [0.5] * 5, "c": [0.6], "d": [0.6]})
     assert page.outcome(claim, tmp_path).verdict == FAILS
 
 
@@ -659,7 +644,7 @@ def test_counted_rows_have_no_seeds(tmp_path) -> None:
     own |= {"test": {"trend": {"xs": {"a": 1, "b": 2, "c": 3, "d": 4}, "direction": "up"}}, "keys": rows}
     del own["tier"]
     paper = read(tmp_path, content)
-    [claim] = [claim for claim in paper.claims if claim.name == "table3-c"]
+    claim = claim_in(paper, "table3-c")
     (tmp_path / "w").mkdir()
     counts = {row: {"gflops": place / 10} for place, row in enumerate(rows)}
     (tmp_path / "w" / "wide.json").write_text(json.dumps(counts), encoding="utf-8")
@@ -669,7 +654,7 @@ def test_counted_rows_have_no_seeds(tmp_path) -> None:
 
 @pytest.mark.parametrize("other", ["AMD EPYC", "Intel Xeon"])
 def test_rows_of_two_processors_are_marked(tmp_path, other: str) -> None:
-    [claim] = [claim for claim in read(tmp_path, GOOD).claims if claim.name == "table1-a"]
+    claim = claim_in(read(tmp_path, GOOD), "table1-a")
     for row, first in (("a", other), ("b", "AMD EPYC")):
         for seed in range(5):
             hardware = {"cpu": first if seed == 3 else "AMD EPYC"}
@@ -748,44 +733,46 @@ def test_a_test_that_was_changed_stands_on_the_page_with_what_changed() -> None:
         assert f"| {claim.claim} | {claim.changed} | **" in listed
 
 
-def test_page_check_notices_another_number(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+@pytest.fixture
+def repository(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With the claims of one paper."""
     (tmp_path / "docs").mkdir()
     (tmp_path / page.CLAIMS).mkdir(parents=True)
-    (tmp_path / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(GOOD), encoding="utf-8")
+    read(tmp_path / page.CLAIMS, GOOD)
     monkeypatch.setattr(page, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_page_check_notices_another_number(repository, capsys) -> None:
     assert page.main([]) == 0
     assert page.main(["--check"]) == 0
     for name, old, new in (("claims/paper.md", "not run yet**", "holds**"), ("claims.md", "not run yet", "hold")):
-        kept = (tmp_path / "docs" / name).read_text(encoding="utf-8")
+        kept = (repository / "docs" / name).read_text(encoding="utf-8")
         assert old in kept
-        (tmp_path / "docs" / name).write_text(kept.replace(old, new, 1), encoding="utf-8")
+        (repository / "docs" / name).write_text(kept.replace(old, new, 1), encoding="utf-8")
         assert page.main(["--check"]) == 2
         assert f"docs/{name} is not what the records say" in capsys.readouterr().err
-        (tmp_path / "docs" / name).write_text(kept, encoding="utf-8")
+        (repository / "docs" / name).write_text(kept, encoding="utf-8")
 
 
-def test_page_check_notices_a_picture_of_other_numbers(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / page.CLAIMS).mkdir(parents=True)
-    (tmp_path / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(GOOD), encoding="utf-8")
-    for row, share in (("a", 0.6), ("b", 0.5)):
-        record = {"seed": 0, "metrics": {METRIC: share}, "seconds": 1, "hardware": {"cpu_threads": 1}}
-        add_records(tmp_path / "r", [(row, record)])
-    monkeypatch.setattr(page, "ROOT", tmp_path)
+def test_page_check_notices_a_picture_of_other_numbers(repository, capsys) -> None:
+    cost = {"seconds": 1, "hardware": {"cpu_threads": 1}}
+    picture, records = repository / "docs" / "claims" / "paper.png", repository / "r" / "records.jsonl"
+    keep(repository, {"a": [0.6], "b": [0.5]}, **cost)
     assert page.main([]) == page.main(["--check"]) == 0
-    old = (tmp_path / "docs" / "claims" / "paper.png").read_bytes()
-    (tmp_path / "r" / "records.jsonl").unlink()
-    add_records(tmp_path / "r", [("b", record), ("a", {**record, "metrics": {METRIC: 0.7}})])
+    old = picture.read_bytes()
+    records.unlink()
+    keep(repository, {"b": [0.5], "a": [0.7]}, **cost)
     assert page.main([]) == page.main(["--check"]) == 0
-    (tmp_path / "docs" / "claims" / "paper.png").write_bytes(old)
+    picture.write_bytes(old)
     assert page.main(["--check"]) == 2
     assert "docs/claims/paper.png is not of the records" in capsys.readouterr().err
-    (tmp_path / "docs" / "claims" / "paper.png").unlink()
+    picture.unlink()
     assert page.main(["--check"]) == 2
-    (tmp_path / "r" / "records.jsonl").unlink()
-    (tmp_path / "docs" / "claims" / "paper.png").write_bytes(old)
+    records.unlink()
+    picture.write_bytes(old)
     assert page.main([]) == page.main(["--check"]) == 0  # nothing to draw, so no picture
-    assert not (tmp_path / "docs" / "claims" / "paper.png").exists()
+    assert not picture.exists()
 
 
 def load(task: str, path: str) -> object:
@@ -828,11 +815,6 @@ def test_labels_of_a_picture_are_unique_and_name_what_is_compared(paper: object)
     for claim, label in zip(claims, labels, strict=True):
         assert label.startswith(claim.where)
         assert all(row in label for row in claim.test.rows) or claim.test.name in ("pairs", "contrast", "oracle")
-
-
-def test_every_verdict_and_kind_is_explained() -> None:
-    assert all(verdict in page.INTRODUCTION for verdict in VERDICTS)
-    assert {type(claim.test) for paper in PAPERS for claim in paper.claims} <= set(KINDS.values())
 
 
 def test_differences_of_a_claim_are_those_of_the_comparisons_own_table() -> None:

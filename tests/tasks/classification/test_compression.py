@@ -18,6 +18,7 @@ from tasks.classification import train as training
 from tasks.classification.compression import search_run
 from tasks.classification.config import check_config
 from tasks.common.records import read_records
+from tests.each import each
 
 CONFIG = {
     "data": {"source": "digits", "limit_train": 160, "limit_validation": 40, "limit_test": 40},
@@ -181,8 +182,8 @@ def test_the_search_is_a_run_of_its_own():
     assert search_run(check_config({"model": CONFIG["model"]})) is None
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
+@each(
+    "sections, message",
     [
         ({"compression": {"method": "magnitude"}}, "compression.method='magnitude' must be one of upop, or null"),
         ({"compression": {"ratio": 1.5}}, "compression.ratio=1.5 must be a number above 0 and below 1"),

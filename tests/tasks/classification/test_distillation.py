@@ -15,6 +15,7 @@ from tasks.classification.distillation import DistillationConfig, make_distillat
 from tasks.common import hf_run
 from tasks.common.images.model import build_model
 from tests.configs import shipped
+from tests.each import each
 
 pytestmark = pytest.mark.slow
 
@@ -170,8 +171,8 @@ def test_a_teacher_for_any_model(dense, tmp_path):
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("distillation", "rest", "message"),
+@each(
+    "distillation, rest, message",
     [
         ({"phase": "both"}, {}, r"distillation\.phase='both' must be one of predictor, model"),
         ({"teacher": 3}, {}, r"distillation\.teacher=3 must be a folder, 'self' or null"),

@@ -203,7 +203,7 @@ def test_two_processes_distill_like_one(tmp_path, phase):
         torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize(("processes", "workers"), [(1, 1), (2, 1)])
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_weights(alone, tmp_path, processes, workers):
     size = ["trainer.ema_decay=0.9", f"trainer.per_device_train_batch_size={64 // processes}"]
     stop = stop_group if processes == 1 else stop_launcher

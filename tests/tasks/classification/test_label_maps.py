@@ -23,6 +23,7 @@ from tasks.classification.data import make_datasets
 from tasks.common.images import randaugment
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
+from tests.each import each
 from tests.processes import ROOT, Started
 
 pytestmark = pytest.mark.slow
@@ -273,8 +274,8 @@ def test_maps_that_do_not_go_with_a_run_are_refused_before_anything_is_written(s
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
+@each(
+    "section, message",
     [
         ({"path": 3}, r"token_labels.path=3 must be the name of a folder"),
         ({"path": "a", "weight": 0}, r"token_labels.weight=0 must be a number above 0"),

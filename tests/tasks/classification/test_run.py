@@ -22,7 +22,7 @@ from tasks.common.command import RunStopped
 from tasks.common.images.model import build_model
 from tasks.common.metrics import accuracy_metric, confusion_matrix
 from tasks.common.run_folder import last_whole_checkpoint
-from tests.processes import module, run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -72,21 +72,6 @@ def test_a_run_learns_and_leaves_everything(finished):
     assert "scikit-learn digits" in card and str(results["metrics"]["test_accuracy"]) in card
     for key in ("versions", "hardware", "command", "config", "seconds_per_step", "seed"):
         assert key in stored
-
-
-def test_a_finished_run_is_not_done_again(finished, monkeypatch):
-    folder, results = finished
-    monkeypatch.setattr(task, "read_data", lambda *a: pytest.fail("trained again"))
-    assert training.run(config_in(folder))["metrics"] == results["metrics"]
-
-
-def test_another_configuration_is_refused_and_named(finished):
-    folder, _ = finished
-    config = config_in(folder)
-    config["model"]["prior"] = "dense"
-    with pytest.raises(ValueError, match=r"model.prior: 'fibottention\+violin' there, 'dense' here"):
-        training.run(config)
-    assert (folder / "results.json").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
@@ -153,15 +138,6 @@ def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, cap
     assert "'zero'" in capsys.readouterr().err
     assert evaluation.main([str(folder / "model"), "data.sourse=digits"]) == 2
     assert "did you mean 'source'" in capsys.readouterr().err
-
-
-def test_the_command_lines_report_errors_in_one_line(tmp_path):
-    config = Path(__file__).parents[3] / "configs" / "classification" / "smoke.yaml"
-    log = tmp_path / "log.txt"
-    command = ["tasks.classification.train", "--config", str(config), "model.w_min=-1"]
-    assert module(*command, folder=config.parents[2], log=log).wait(300) == 2
-    printed = log.read_text()
-    assert printed.count("\n") == 1 and "section 'model' has no key 'w_min'" in printed
 
 
 def test_a_bad_prior_names_the_field(tmp_path):
@@ -346,16 +322,6 @@ def test_a_checkpoint_that_is_not_whole_is_skipped_and_named(finished, tmp_path,
     assert last_whole_checkpoint(folder, ["trainer_state.json", *whole]) == str(folder / "checkpoint-68")
     error = capsys.readouterr().err
     assert error.startswith(f"{last} is skipped: {name or 'trainer_state.json'} is ") and error.count("\n") == 1
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_a_cut_one(finished, tmp_path, capsys):
-    folder = copy_run(finished, tmp_path)
-    (folder / "results.json").unlink()
-    os.truncate(folder / "checkpoint-136" / "config.json", 40)
-    results = training.run(config_in(folder))
-    assert results["resumed_from"] == "checkpoint-68"
-    assert results["metrics"] == finished[1]["metrics"]
-    assert "checkpoint-136 is skipped: config.json is cut off" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):

@@ -24,6 +24,7 @@ from tasks.common.models import merged, trainable_parameters
 from tasks.common.records import read_records, records_text
 from tasks.common.run_folder import last_whole_checkpoint
 from tests.configs import shipped
+from tests.each import each
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
 
@@ -240,6 +241,7 @@ def test_the_adapter_alone_is_enough(finished, saved):
     assert "import hf_sparseprior" in (folder / "adapter" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("finished", ["violin", "dora"], indirect=True)  # checkpoints of a model and of an adapter
 def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monkeypatch):
     method, folder, config, results = finished
     config = copy.deepcopy(config)
@@ -305,8 +307,8 @@ def test_a_compiled_run_saves_the_trained_model(saved, tmp_path):
 # ---- configurations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tuning", "rest", "message"),
+@each(
+    "tuning, rest, message",
     [
         ({"method": "lroa"}, {}, "tuning.method='lroa' must be one of full, linear, lora, dora, violin"),
         ({"methd": "lora"}, {}, "section 'tuning' has no key 'methd'; did you mean 'method'"),

@@ -22,7 +22,6 @@ from tasks.classification import train as training
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
 from tasks.classification.config import SECTIONS
-from tasks.classification.task import CLASSIFICATION
 from tasks.common import compare, hf_run
 from tasks.common.compare import run_comparison
 from tasks.common.comparison_table import spread, table
@@ -572,8 +571,12 @@ def test_a_queue_starts_seeds_in_turn_and_only_what_is_missing(finished, tmp_pat
     assert started == ["dense, seed 1", "violin, seed 1", "dense, seed 0"]
 
 
-def test_tasks_are_pickled_by_name():
-    assert pickle.loads(pickle.dumps(CLASSIFICATION)) is CLASSIFICATION
+@pytest.mark.parametrize("name", ["classification", "heads", "pretraining", "video"])
+def test_tasks_are_pickled_by_name(name):
+    """As a queue's processes get them."""
+    pytest.importorskip(f"tasks.{name}.task", reason=f"the packages of {name} are not installed", exc_type=ImportError)
+    task = hf_run.task_named(name)
+    assert pickle.loads(pickle.dumps(task)) is task
 
 
 # ---- configurations -------------------------------------------------------------------------------------------------

@@ -125,8 +125,7 @@ def test_policies_start_alike(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["segmentation", "detection"])
-@pytest.mark.parametrize("pretrained", [False, True], ids=["from scratch", "pretrained"])
+@pytest.mark.parametrize(("task", "pretrained"), [("segmentation", False), ("detection", True)])
 def test_models_of_mm_start_alike(task, pretrained, tmp_path):
     """What the first training step sees; pretrained: with a saved backbone, whose prior is not dense."""
     pytest.importorskip("mmcv", reason="the extra `dense` is not installed")

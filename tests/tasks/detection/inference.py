@@ -22,12 +22,13 @@ def predict(image, config, weights):
     """By init_detector and DetInferencer, from a file and from an array."""
     from mmdet.apis import DetInferencer, inference_detector, init_detector
 
-    for given in (image, mmcv.imread(image)):
-        if config is not None:
-            model = init_detector(config, weights, device="cpu")
-            assert list(model.dataset_meta["classes"]) == ["bright", "dark"]
-            yield as_lists(inference_detector(model, given).pred_instances)
-        inferencer = DetInferencer(config, weights, device="cpu", show_progress=False)
+    images = (image, mmcv.imread(image))
+    if config is not None:
+        model = init_detector(config, weights, device="cpu")
+        assert list(model.dataset_meta["classes"]) == ["bright", "dark"]
+        yield from (as_lists(inference_detector(model, given).pred_instances) for given in images)
+    inferencer = DetInferencer(config, weights, device="cpu", show_progress=False)
+    for given in images:
         results = inferencer([given, given], batch_size=2, return_vis=True, return_datasamples=True)
         assert results["visualization"][0].shape[2] == 3
         assert inferencer.visualizer.dataset_meta["classes"] == inferencer.model.dataset_meta["classes"]

@@ -24,7 +24,7 @@ from mmengine.registry import HOOKS, init_default_scope
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
+from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.patterns.supports import head_offsets
 from tasks.common.coco import annotation_damage, packed_pixels
 from tasks.common.coco_baseline import fit_constant, overlaps
@@ -42,12 +42,11 @@ from tasks.detection.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
 from tests.tasks.detection.inference import as_lists
-from tests.tasks.detection.tiny import OVERRIDES, SMALL
+from tests.tasks.detection.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path("configs/detection")
-FULL_SIZE = [f"coco_mask_rcnn_vit_base.py#{prior}" for prior in ("dense", "violin", "fibottention")]
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +73,6 @@ def built(config):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
-
-
-def final(out):
-    """Loss of every step and the weights after the last, from the last checkpoint."""
-    checkpoint = read_checkpoint(out / "iter_6.pth")
-    return checkpoint["message_hub"]["log_scalars"]["train/loss"].data[0].tolist(), checkpoint["state_dict"]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -139,10 +132,9 @@ def test_mms_own_inference_takes_a_run_as_it_is(finished, data, tmp_path):
 
 
 def test_the_exported_backbone_is_a_classifier_again(finished):
+    weights = read_checkpoint(finished[0] / "iter_6.pth")["state_dict"]
     backbone = SparsePriorViTForImageClassification.from_pretrained(finished[0] / "model" / "backbone").vit
-    weights = final(finished[0])[1]
-    for key, value in backbone.state_dict().items():
-        assert torch.equal(value, weights[f"backbone.{key}"])
+    assert all(torch.equal(value, weights[f"backbone.{key}"]) for key, value in backbone.state_dict().items())
 
 
 def test_epochs_number_their_draws():
@@ -165,34 +157,21 @@ def test_epochs_number_their_draws():
 # ---- the backbone in the detector -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
-def test_the_detector_has_the_features_of_our_model_alone_and_the_mask_counts(data, tmp_path, prior):
-    config = config_of(
-        data, tmp_path, f"model.backbone.prior={prior}", "model.backbone.stem=patch", "model.backbone.stem_channels=64"
-    )
-    model = built(config)
-    alone = SparsePriorViTModel(SparsePriorViTConfig(prior=prior, **SMALL)).eval()
-    alone.load_state_dict(model.backbone.state_dict())
-    images = torch.randn(2, 3, 32, 48)
-    with torch.no_grad():
-        (found,) = model.backbone(images)
-        expected = alone(images).last_hidden_state[:, 1:]  # after the last norm
-        assert torch.equal(found.flatten(2).transpose(1, 2), expected)
-        maps = model.extract_feat(images)
-        assert all(torch.equal(*pair) for pair in zip(maps, model.neck((found,)), strict=True))
-    assert [tuple(map_.shape[2:]) for map_ in maps] == [(8, 12), (4, 6), (2, 3), (1, 2)]
-    if prior == "dense":
-        return
-    dense_config = copy.deepcopy(config)
-    dense_config.model.backbone.prior = "dense"
-    dense = MODELS.build(dense_config.model).eval()
+@pytest.mark.parametrize("prior", ["fibottention", "violin"])
+def test_the_mask_changes_what_is_detected(data, tmp_path, prior):
+    """The backbone's features are those of our model alone: tests/tasks/common/mm/test_backbone.py."""
+    config = config_of(data, tmp_path, f"model.backbone.prior={prior}")
+    model, images = built(config), torch.randn(2, 3, 32, 48)
+    config.model.backbone.prior = "dense"
+    dense = MODELS.build(config.model).eval()
     dense.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
-        scores, boxes = (torch.cat([part.flatten() for part in level]) for level in model.rpn_head(maps))
-        without, without_boxes = (
-            torch.cat([part.flatten() for part in level]) for level in dense.rpn_head(dense.extract_feat(images))
-        )
-    assert (scores - without).abs().max() > 1e-3 and (boxes - without_boxes).abs().max() > 1e-3
+        maps = model.extract_feat(images)
+        found, without = (own.rpn_head(own.extract_feat(images)) for own in (model, dense))
+    assert [tuple(map_.shape[2:]) for map_ in maps] == [(8, 12), (4, 6), (2, 3), (1, 2)]
+    for kind in zip(found, without, strict=True):  # scores and boxes
+        scores, other = (torch.cat([part.flatten() for part in level]) for level in kind)
+        assert (scores - other).abs().max() > 1e-3
 
 
 def test_images_of_different_sizes_share_a_batch(data, tmp_path):
@@ -253,30 +232,6 @@ def _encoded(mask):
     from pycocotools import mask as coco_mask
 
     return coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
-
-
-def test_perfect_detections_have_ap_1_and_none_ap_0(data, tmp_path):
-    config = config_of(data, tmp_path)
-    dataset = DATASETS.build(config.test_dataloader.dataset)
-    coco = COCO(data / "annotations" / "instances_test.json")
-    for perfect in (True, False):
-        metric = METRICS.build(config.test_evaluator)
-        metric.dataset_meta = dataset.metainfo
-        for image in coco.getImgIds():
-            annotations = coco.loadAnns(coco.getAnnIds(image)) if perfect else []
-            boxes = np.array([annotation["bbox"] for annotation in annotations], dtype=float).reshape(-1, 4)
-            boxes[:, 2:] += boxes[:, :2]
-            instances = {
-                "bboxes": torch.from_numpy(boxes),
-                "labels": torch.tensor([[5, 9].index(annotation["category_id"]) for annotation in annotations]).long(),
-                "scores": torch.ones(len(annotations)),
-                "masks": torch.tensor(
-                    np.array([coco.annToMask(annotation) for annotation in annotations]).reshape(-1, 32, 32)
-                ).bool(),
-            }
-            metric.process({}, [{"img_id": image, "ori_shape": (32, 32), "pred_instances": instances}])
-        metrics = metric.evaluate(4)
-        assert [metrics[f"coco/{kind}_mAP"] for kind in ("bbox", "segm")] == ([1.0, 1.0] if perfect else [0.0, 0.0])
 
 
 @pytest.mark.parametrize(("left_out", "expected"), [(None, (1.0, 1.0)), ("dark", (1.0, 0.0)), ("bright", (0.0, 1.0))])
@@ -451,7 +406,7 @@ def test_annotations_are_checked(change, said):
 # ---- configs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["smoke.py", *FULL_SIZE])
+@pytest.mark.parametrize("file", ["smoke.py", "coco_mask_rcnn_vit_base.py#violin"])  # all: tests/tasks/fullsize
 def test_configs_parse_and_build(file):
     config = load_config("detection", CONFIGS / file)
     assert isinstance(config, Config) and config.default_scope == "mmdet"
@@ -498,22 +453,19 @@ def test_full_size_configs_are_mask_rcnn_1x():
     assert same == dense.to_dict()
 
 
-def test_swin_is_trained_in_mask_rcnn():
-    """VIOLIN Table 8: the paper's model at full size, and every weight of a small one in a step."""
-    from mmdet.testing import demo_mm_inputs
-
+def test_mask_rcnn_on_swin_is_the_papers():
+    """VIOLIN Table 8: its scalars, none of which is decayed."""
     config = load_config("detection", CONFIGS / "coco_mask_rcnn_swin_tiny.py#violin")
     init_default_scope("mmdet")
     with torch.device("meta"):
         model = MODELS.build(config.model)
-    assert model.backbone.config.num_hidden_layers == 12 and config.model.neck.in_channels == model.backbone.channels
+    assert model.backbone.config.num_hidden_layers == 12 and config.train_cfg.max_epochs == 12
     scalars = [value.numel() for name, value in model.named_parameters() if "decay_bias" in name]
-    assert sum(scalars) == 1242 and config.train_cfg.max_epochs == 12
     wrapper = build_optim_wrapper(model, config.optim_wrapper)
     groups = [group for group in wrapper.optimizer.param_groups if not group["weight_decay"]]
     undecayed = {id(value) for group in groups for value in group["params"]}
     tables = [value for name, value in model.named_parameters() if "bias_table" in name or "decay_bias" in name]
-    assert len(tables) == 3 * 12 and all(id(value) in undecayed for value in tables)
+    assert sum(scalars) == 1242 and len(tables) == 3 * 12 and all(id(value) in undecayed for value in tables)
     # mmdetection's recipe for Swin: norms and tables do not decay, other biases do. It starts from ImageNet's weights.
     trained = {id(value) for group in wrapper.optimizer.param_groups for value in group["params"]}
     decayed = {name for name, value in model.named_parameters() if id(value) in trained - undecayed}
@@ -521,45 +473,36 @@ def test_swin_is_trained_in_mask_rcnn():
     assert not [name for name in decayed if "norm" in name]
     assert config.model.backbone.pretrained == "checkpoints/swin_tiny"
 
-    small = {
-        **SMALL_FAMILIES["sparseprior_swin"],
-        "prior": "fibottention+violin",
-        "out_indices": [1, 2],
-        "with_cp": True,
-    }
-    config.model.backbone = {"type": "SparsePriorSwin", **small}
-    config.model.neck.in_channels = [8, 16]
-    torch.manual_seed(0)
-    model = MODELS.build(config.model).train()
-    model.init_weights()
-    inputs = demo_mm_inputs(2, [[3, 64, 96], [3, 64, 64]], num_items=[2, 3], num_classes=80, with_mask=True)
-    losses = model(**model.data_preprocessor(inputs, True), mode="loss")
-    total, _ = model.parse_losses(losses)
-    total.backward()
-    grads = {name: value.grad for name, value in model.backbone.named_parameters() if value.requires_grad}
-    assert all(value is not None and value.isfinite().all() for value in grads.values())
-    assert grads["stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
-    assert not model.backbone.layernorm.weight.requires_grad  # of classification alone
 
-
-@pytest.mark.parametrize("cell", ["retinanet", "cascade_mask_rcnn"])
-def test_other_detectors_build_at_full_size_and_train(cell):
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("coco_mask_rcnn_swin_tiny.py#violin", ["bbox", "segm"]),
+        ("coco_swin_tiny_detectors.py#cascade_mask_rcnn", ["bbox", "segm"]),
+        ("coco_swin_tiny_detectors.py#retinanet", ["bbox"]),
+    ],
+)
+def test_detectors_on_swin_build_at_full_size_and_train(name, kinds):
+    """A step of a small one, with gradients of every weight but the norm that classification alone has."""
     from mmdet.testing import demo_mm_inputs
 
-    config = load_config("detection", CONFIGS / f"coco_swin_tiny_detectors.py#{cell}")
+    config = load_config("detection", CONFIGS / name)
     init_default_scope("mmdet")
     with torch.device("meta"):
         model = MODELS.build(config.model)
     assert config.model.neck.in_channels == model.backbone.out_channels
     assert build_optim_wrapper(model, config.optim_wrapper) is not None
-    assert config.test_evaluator.metric == (["bbox"] if cell == "retinanet" else ["bbox", "segm"])
-    small = {**SMALL_FAMILIES["sparseprior_swin"], "prior": "violin", "out_indices": [1, 2]}
-    config.model.backbone = {"type": "SparsePriorSwin", **small}
+    assert config.test_evaluator.metric == kinds
+    small = {**SMALL_FAMILIES["sparseprior_swin"], "prior": "fibottention+violin", "out_indices": [1, 2]}
+    config.model.backbone = {"type": "SparsePriorSwin", **small, "with_cp": "mask_rcnn_swin" in name}
     config.model.neck.in_channels = [8, 16]
+    stages = config.model.train_cfg.get("rcnn", [])
+    for stage in stages if isinstance(stages, list) else [stages]:
+        stage.sampler.num = 16  # boxes of an image that heads of full size learn from
     torch.manual_seed(0)
     model = MODELS.build(config.model).train()
     model.init_weights()
-    with_mask = cell != "retinanet"
+    with_mask = "segm" in kinds
     inputs = demo_mm_inputs(2, [[3, 64, 96], [3, 64, 64]], num_items=[2, 3], num_classes=80, with_mask=with_mask)
     total, _ = model.parse_losses(model(**model.data_preprocessor(copy.deepcopy(inputs), True), mode="loss"))
     total.backward()
@@ -568,6 +511,7 @@ def test_other_detectors_build_at_full_size_and_train(cell):
     used = {name: value for name, value in grads.items() if with_mask or not name.startswith("map_norms.")}
     assert all(value is not None and value.isfinite().all() for value in used.values())
     assert grads["stages.0.layers.0.attention.decay_bias.beta"].abs().sum() > 0
+    assert not model.backbone.layernorm.weight.requires_grad
     model.eval()
     with torch.no_grad():
         found = model(**model.data_preprocessor(inputs, False), mode="predict")

@@ -130,14 +130,21 @@ json.dump(found, open("found.json", "w"))
 """
 
 
-@pytest.mark.slow
-def test_pipelines_of_a_new_process_take_the_saved_models(runs, shapes, tmp_path):
-    """What they find is what the run measured."""
+@pytest.fixture(scope="module")
+def pipelined(runs, shapes, tmp_path_factory):
+    """A folder with saved models, an image, and what pipelines of a new process found in it."""
+    folder = tmp_path_factory.mktemp("pipelines")
     for name in ("upernet", "mask2former", "detr"):
-        shutil.copytree(runs(name) / "model", tmp_path / name)
-    shutil.copy(shapes / "images" / "test" / "0.png", tmp_path / "image.png")
-    run_script(FRESH, folder=tmp_path, package=True)
-    found = json.loads((tmp_path / "found.json").read_text())
+        shutil.copytree(runs(name) / "model", folder / name)
+    shutil.copy(shapes / "images" / "test" / "0.png", folder / "image.png")
+    run_script(FRESH, folder=folder, package=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_pipelines_of_a_new_process_take_the_saved_models(pipelined, runs, shapes):
+    """What they find is what the run measured."""
+    found = json.loads((pipelined / "found.json").read_text())
     classes = (shapes / "classes.txt").read_text().split()
     config = check_config(tiny_config(shapes, "upernet"))
     expected = _first_finding(runs("upernet") / "model", config)
@@ -181,15 +188,11 @@ else:
 
 
 @pytest.mark.slow
-def test_code_of_a_folder_imports_the_package_or_says_that_it_is_missing(runs, shapes, tmp_path):
+def test_code_of_a_folder_imports_the_package_or_says_that_it_is_missing(pipelined):
     """Of the folders of `test_pipelines_...`, in processes that do not import the package themselves."""
-    for name in ("upernet", "mask2former", "detr"):
-        shutil.copytree(runs(name) / "model", tmp_path / name)
-    shutil.copy(shapes / "images" / "test" / "0.png", tmp_path / "image.png")
-    run_script(TRUSTING, "none", folder=tmp_path)
-    run_script(TRUSTING, "package", folder=tmp_path, package=True)
-    run_script(FRESH, folder=tmp_path, package=True)
-    found, expected = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("trusting", "found"))
+    run_script(TRUSTING, "none", folder=pipelined)
+    run_script(TRUSTING, "package", folder=pipelined, package=True)
+    found, expected = (json.loads((pipelined / f"{name}.json").read_text()) for name in ("trusting", "found"))
     assert found["semantic"] == [[part["label"], part["mask"]] for part in expected["semantic"]]
     assert found["instances"] == expected["instances"] and found["boxes"] == expected["boxes"]
 

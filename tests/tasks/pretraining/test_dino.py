@@ -21,6 +21,7 @@ from tasks.pretraining.schedules import cosine, linear, warmed_up_cosine
 from tasks.pretraining.task import PRETRAINING, build_backbone, check_crops
 from tasks.pretraining.trainer import clip_each
 from tests.configs import shipped
+from tests.each import each
 from tests.hf_sparseprior.small import small
 
 HEAD = {"output_size": 12, "head_hidden_size": 8, "bottleneck_size": 4}
@@ -77,7 +78,7 @@ def test_a_small_crop_has_the_decay_and_support_of_its_own_grid():
     state = {**large.state_dict(), **large.resized_weights(config)}
     own.load_state_dict(state)
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found, expected = (each(pixel_values=pixels).pooler_output for each in (large, own))
+    found, expected = (one(pixel_values=pixels).pooler_output for one in (large, own))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -153,7 +154,7 @@ def test_each_gradient_is_clipped_alone():
 def test_knn_counts_the_votes_of_the_nearest(neighbours):
     generator = np.random.default_rng(0)
     bank, queries = (generator.normal(size=(count, 3)) for count in (15, 9))
-    bank, queries = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (bank, queries))
+    bank, queries = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (bank, queries))
     labels = generator.integers(0, 3, 15)
     expected = []
     for query in queries:
@@ -268,8 +269,8 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
 # ---- configurations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         (
             {"trainer": {"lr_scheduler_type": "cosine"}},

@@ -41,7 +41,19 @@ def environment():
         each.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a policy of PushT's state, with random weights."""
+    from tests.tasks.robotics.tiny import pusht_policy
+
+    folder = tmp_path_factory.mktemp("policies") / "policy"
+    with make_environment("pusht") as environment:
+        about = {"environment": {"name": "pusht", "cameras": []}, "settings": environment.settings}
+    pusht_policy().save_pretrained(folder, about)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def arm_settings():
     """As an arm's environment has them."""
     return {
@@ -57,12 +69,12 @@ def arm_settings():
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pusht_settings(arm_settings):
     return arm_settings | {"environment": "pusht", "cameras": ["image"], "versions": {"gym-pusht": "0.1.8"}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_episode():
     """Episode(seed, T): numbers of which each is different."""
     from tasks.robotics.formats import Episode

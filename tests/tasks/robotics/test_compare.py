@@ -212,12 +212,12 @@ def test_rows_of_other_demonstrations_are_refused_before_they_run(whole, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_processes_do_what_one_does(whole, demonstrations, tmp_path):
-    assert compare.main(command(tmp_path, demonstrations, "--seeds", "0", "--jobs", "2")) == 0
-    mine, other = records(tmp_path, demonstrations), records(whole, demonstrations)
-    for name in ROWS:
-        assert mine[name][0]["metrics"] == other[name][0]["metrics"]
-        assert mine[name][0]["test_correct"] == other[name][0]["test_correct"]
+def test_a_job_of_its_own_process_gives_the_same_record(whole, demonstrations, tmp_path):
+    only = command(tmp_path, demonstrations, "--seeds", "0", "--jobs", "2")
+    only.remove("dense")
+    assert compare.main(only) == 0
+    (mine,), (other,) = (records(folder, demonstrations)["fibottention"] for folder in (tmp_path, whole))
+    assert mine["metrics"] == other["metrics"] and mine["test_correct"] == other["test_correct"]
 
 
 @pytest.mark.parametrize("name", ["test_steps", "test_seed"])

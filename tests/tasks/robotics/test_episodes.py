@@ -15,22 +15,11 @@ pytest.importorskip("gym_pusht", reason="the robotics extra is not installed")
 import torch
 
 from tasks.robotics import episodes, evaluate
-from tasks.robotics.environments import make_environment
 from tasks.robotics.episodes import EpisodeStore, Wanted, play, play_in_processes
 from tasks.robotics.rollout import Episode
 from tests.processes import Started, wait_until
-from tests.tasks.robotics.tiny import pusht_policy
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policies") / "policy"
-    with make_environment("pusht") as environment:
-        about = {"environment": {"name": "pusht", "cameras": []}, "settings": environment.settings}
-    pusht_policy().save_pretrained(folder, about)
-    return folder
 
 
 def rolled(wanted: Wanted) -> Episode:

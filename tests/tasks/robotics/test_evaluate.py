@@ -23,15 +23,6 @@ from tests.tasks.robotics.tiny import pusht_policy, write_pusht  # noqa: E402
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policies") / "policy"
-    with make_environment("pusht") as environment:
-        about = {"environment": {"name": "pusht", "cameras": []}, "settings": environment.settings}
-    pusht_policy().save_pretrained(folder, about)
-    return folder
-
-
 class Scripted:
     """Pushes where it is told to, three actions a plan, and remembers what it saw."""
 

@@ -1,6 +1,7 @@
 import json
 import pickle
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,14 +34,21 @@ def file_of(folder, task, settings, make_episode, lengths=LENGTHS):
     return path
 
 
-@pytest.fixture
-def lift_file(tmp_path, arm_settings, make_episode):
-    return file_of(tmp_path, "lift", arm_settings, make_episode)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, arm_settings, pusht_settings, make_episode):
+    """A file of each task, of which tests have copies."""
+    settings = {"lift": arm_settings, "pusht": pusht_settings}
+    return {task: file_of(tmp_path_factory.mktemp(task), task, own, make_episode) for task, own in settings.items()}
 
 
 @pytest.fixture
-def pusht_file(tmp_path, pusht_settings, make_episode):
-    return file_of(tmp_path, "pusht", pusht_settings, make_episode)
+def lift_file(written, tmp_path):
+    return Path(shutil.copy(written["lift"], tmp_path))
+
+
+@pytest.fixture
+def pusht_file(written, tmp_path):
+    return Path(shutil.copytree(written["pusht"], tmp_path / "demonstrations.zarr"))
 
 
 def test_an_episode_comes_back_from_disk(tmp_path, make_episode):
@@ -232,87 +240,99 @@ def replace(group, key, values):
     group[key] = values
 
 
-HDF5_DAMAGE = {
-    "no data": (lambda f: f.pop("data"), "no group data"),
-    "no episodes": (lambda f: [f["data"].pop(key) for key in list(f["data"])], "no group data with episodes"),
-    "no settings": (
-        lambda f: f["data"].attrs.modify("env_args", '{"env_name": "Door", "type": 1, "env_kwargs": {}}'),
-        "does not say its settings",
-    ),
-    "no env_args": (lambda f: f["data"].attrs.pop("env_args"), "no env_args in JSON"),
-    "env_args is no JSON": (lambda f: f["data"].attrs.modify("env_args", "{"), "no env_args in JSON"),
-    "no mask": (lambda f: f["mask"].pop("valid"), "no mask/valid"),
-    "mask of what is not there": (lambda f: replace(f["mask"], "valid", np.array([b"demo_77"])), "name 'demo_77'"),
-    "an episode in both masks": (lambda f: replace(f["mask"], "valid", np.array([b"demo_0"])), "demo_0 is in mask"),
-    "no training": (lambda f: replace(f["mask"], "train", np.array([], dtype="S6")), "mask train is empty"),
-    "no actions": (lambda f: f["data/demo_1"].pop("actions"), "data/demo_1 has no actions"),
-    "no observations": (lambda f: f["data/demo_1"].pop("obs"), "data/demo_1 has no obs"),
-    "one observation less": (lambda f: f["data/demo_1/obs"].pop("object"), "data/demo_1 has no obs/object"),
-    "no images at all": (
-        lambda f: [f[f"data/{name}/obs"].pop("agentview_image") for name in f["data"]],
-        "no agentview_image, which its settings promise",
-    ),
-    "actions of another size": (
-        lambda f: replace(f["data/demo_1"], "actions", np.zeros((3, 7))),
-        "data/demo_1/actions has shape (3, 7), not (3, 10)",
-    ),
-    "actions without a size": (
-        lambda f: replace(f["data/demo_0"], "actions", np.zeros(5)),
-        "data/demo_0/actions has shape (5,)",
-    ),
-    "too few actions": (lambda f: replace(f["data/demo_1"], "actions", np.zeros((2, 10))), "not (3, 10)"),
-    "not a number": (
-        lambda f: replace(f["data/demo_1"], "actions", np.full((3, 10), np.nan)),
-        "data/demo_1/actions has numbers that are not finite",
-    ),
-    "too few observations": (
-        lambda f: replace(f["data/demo_1/obs"], "object", np.zeros((2, 10))),
-        "data/demo_1/obs/object is float64 (2, 10), not (3, 10)",
-    ),
-    "observations of another size": (
-        lambda f: replace(f["data/demo_1/obs"], "object", np.zeros((3, 14))),
-        "data/demo_1/obs/object is float64 (3, 14), not (3, 10)",
-    ),
-    "images of another size": (
-        lambda f: replace(f["data/demo_1/obs"], "agentview_image", np.zeros((3, 84, 84, 3), np.uint8)),
-        "not uint8 (3, 16, 16, 3)",
-    ),
-    "images of another kind": (
-        lambda f: replace(f["data/demo_1/obs"], "agentview_image", np.zeros((3, 16, 16, 3))),
-        "is float64 (3, 16, 16, 3), not uint8",
-    ),
-    "a name twice": (lambda f: replace(f["mask"], "train", np.array([b"demo_3"] * 2)), "mask train names demo_3 twice"),
-    "a number as mask": (lambda f: replace(f["mask"], "train", 3), "mask/train has shape (), it is no list of names"),
-    "text as actions": (
-        lambda f: replace(f["data/demo_1"], "actions", np.full((3, 10), b"x")),
-        "data/demo_1/actions is |S1, not numbers",
-    ),
-    "text as an observation": (
-        lambda f: replace(f["data/demo_1/obs"], "object", np.full((3, 10), b"x")),
-        "data/demo_1/obs/object is |S1, not numbers",
-    ),
-    "a number as an observation": (
-        lambda f: replace(f["data/demo_1/obs"], "object", 3.0),
-        "data/demo_1/obs/object is float64 (), not (3, 10)",
-    ),
-    "a number as an observation everywhere": (
-        lambda f: [replace(f[f"data/{name}/obs"], "object", 3.0) for name in f["data"]],
+def drop(name):
+    return lambda path: change(path, lambda file: file.pop(name))
+
+
+def put(name, values):
+    return lambda path: change(path, lambda file: replace(file, name, values))
+
+
+def attribute(name, key, value):
+    return lambda path: change(path, lambda file: file[name].attrs.create(key, value))
+
+
+def in_every_episode(edit):
+    return lambda path: change(path, lambda file: [edit(episode) for episode in list(file["data"].values())])
+
+
+ACTIONS, OBJECT, IMAGE = "data/demo_1/actions", "data/demo_1/obs/object", "data/demo_1/obs/agentview_image"
+HDF5_DAMAGE = [
+    (drop("data"), "no group data"),
+    (lambda path: change(path, lambda file: file["data"].clear()), "no group data with episodes"),
+    (attribute("data", "env_args", '{"env_name": "Door", "type": 1, "env_kwargs": {}}'), "does not say its settings"),
+    (lambda path: change(path, lambda file: file["data"].attrs.pop("env_args")), "no env_args in JSON"),
+    (attribute("data", "env_args", "{"), "no env_args in JSON"),
+    (drop("mask/valid"), "no mask/valid"),
+    (put("mask/valid", np.array([b"demo_77"])), "name 'demo_77'"),
+    (put("mask/valid", np.array([b"demo_0"])), "demo_0 is in mask"),
+    (put("mask/train", np.array([], dtype="S6")), "mask train is empty"),
+    (put("mask/train", np.array([b"demo_3"] * 2)), "mask train names demo_3 twice"),
+    (put("mask/train", 3), "mask/train has shape (), it is no list of names"),
+    (drop(ACTIONS), "data/demo_1 has no actions"),
+    (drop("data/demo_1/obs"), "data/demo_1 has no obs"),
+    (drop(OBJECT), "data/demo_1 has no obs/object"),
+    (in_every_episode(lambda demo: demo.pop("obs/agentview_image")), "no agentview_image, which its settings promise"),
+    (put(ACTIONS, np.zeros((3, 7))), "data/demo_1/actions has shape (3, 7), not (3, 10)"),
+    (put("data/demo_0/actions", np.zeros(5)), "data/demo_0/actions has shape (5,)"),
+    (put(ACTIONS, np.zeros((2, 10))), "not (3, 10)"),
+    (put(ACTIONS, np.full((3, 10), np.nan)), "data/demo_1/actions has numbers that are not finite"),
+    (put(ACTIONS, np.full((3, 10), b"x")), "data/demo_1/actions is |S1, not numbers"),
+    (put(OBJECT, np.zeros((2, 10))), "data/demo_1/obs/object is float64 (2, 10), not (3, 10)"),
+    (put(OBJECT, np.zeros((3, 14))), "data/demo_1/obs/object is float64 (3, 14), not (3, 10)"),
+    (put(OBJECT, np.full((3, 10), b"x")), "data/demo_1/obs/object is |S1, not numbers"),
+    (put(OBJECT, 3.0), "data/demo_1/obs/object is float64 (), not (3, 10)"),
+    (
+        in_every_episode(lambda demo: replace(demo, "obs/object", 3.0)),
         "data/demo_0/obs/object is float64 (), not (5,)",
     ),
-    "a seed that is none": (lambda f: f["data/demo_1"].attrs.create("seed", "x"), "data/demo_1 cannot be read ("),
-    "a length that is none": (
-        lambda f: f["data/demo_1"].attrs.create("num_samples", "x"),
-        "data/demo_1 cannot be read (",
-    ),
-    "a number where a group was": (lambda f: replace(f["data"], "demo_1", 3), "data/demo_1 has no obs"),
-}
+    (put(IMAGE, np.zeros((3, 84, 84, 3), np.uint8)), "not uint8 (3, 16, 16, 3)"),
+    (put(IMAGE, np.zeros((3, 16, 16, 3))), "is float64 (3, 16, 16, 3), not uint8"),
+    (attribute("data/demo_1", "seed", "x"), "data/demo_1 cannot be read ("),
+    (attribute("data/demo_1", "num_samples", "x"), "data/demo_1 cannot be read ("),
+    (put("data/demo_1", 3), "data/demo_1 has no obs"),
+]
 
 
-@pytest.mark.parametrize("damage", HDF5_DAMAGE)
-def test_damaged_hdf5(lift_file, damage):
-    edit, words = HDF5_DAMAGE[damage]
-    change(lift_file, edit)
-    refused(lift_file, words)
+def remove(name):
+    return lambda path: shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
+
+
+def array(name, values):
+    def edit(path):
+        group = zarr.open_group(str(path), mode="r+")
+        del group[name]
+        group.create_array(name, data=values, chunks=values.shape, config={"write_empty_chunks": True})
+
+    return edit
+
+
+ZARR_DAMAGE = [
+    (remove(".zgroup"), "is no zarr group"),
+    (lambda path: (path / "data" / "action" / ".zarray").write_text("{"), "has no data/action"),
+    (remove("data/action"), "has no data/action"),
+    (remove("meta/episode_ends"), "has no meta/episode_ends"),
+    (remove("data/img"), "no data/img, which its settings promise"),
+    (remove("data/img/2.0.0.0"), "data/img has 4 of its 5 chunks"),
+    (array("data/action", np.array(3.0)), "is damaged ("),
+    (array("meta/episode_ends", np.array([5, 4, 67])), "meta/episode_ends must rise and end at the 67 steps"),
+    (array("meta/episode_ends", np.array([5, 99])), "meta/episode_ends must rise and end at the 67 steps"),
+    (array("data/state", np.ones((66, 5))), "data/state has shape (66, 5), not (67, 5)"),
+    (array("data/action", np.ones((67, 10))), "data/action has shape (67, 10), not (67, 2)"),
+    (array("data/action", np.full((67, 2), np.inf)), "data/action has numbers that are not finite"),
+    (array("data/img", np.ones((67, 96, 96, 3))), "not (67, 16, 16, 3)"),
+    (array("meta/valid", np.zeros(3, bool)), "meta/valid has 3 episodes, not 12"),
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "edit", "words"),
+    [*(("lift", *damage) for damage in HDF5_DAMAGE), *(("pusht", *damage) for damage in ZARR_DAMAGE)],
+)
+def test_damaged_files_are_refused(request, task, edit, words):
+    path = request.getfixturevalue(f"{task}_file")
+    edit(path)
+    refused(path, words)
 
 
 def test_a_damaged_image_is_named_when_it_is_read(lift_file):
@@ -333,11 +353,7 @@ def test_a_damaged_image_is_named_when_it_is_read(lift_file):
 def test_observations_that_are_not_finite_are_named_when_they_are_read(request, task, key, value):
     path = request.getfixturevalue(f"{task}_file")
     if task == "lift":
-
-        def spoil(file):
-            file["data/demo_2/obs/object"][7, 3] = value
-
-        change(path, spoil)
+        change(path, lambda file: file["data/demo_2/obs/object"].__setitem__((7, 3), value))
     else:
         array = zarr.open_group(str(path), mode="r+")["data/state" if key == "agent_pos" else "data/keypoint"]
         array[(8 + 7, 1) if key == "agent_pos" else (8 + 7, 2, 0)] = value
@@ -346,44 +362,6 @@ def test_observations_that_are_not_finite_are_named_when_they_are_read(request, 
     with pytest.raises(ValueError) as caught:
         demonstrations.read("demo_2", key)
     assert str(caught.value) == f"{path}: demo_2/{key} has numbers that are not finite"
-
-
-ZARR_DAMAGE = {
-    "no group": (lambda path: (path / ".zgroup").unlink(), "is no zarr group"),
-    "metadata cut off": (lambda path: (path / "data" / "action" / ".zarray").write_text("{"), "has no data/action"),
-    "no actions": (lambda path: shutil.rmtree(path / "data" / "action"), "has no data/action"),
-    "no ends": (lambda path: shutil.rmtree(path / "meta" / "episode_ends"), "has no meta/episode_ends"),
-    "no images": (lambda path: shutil.rmtree(path / "data" / "img"), "no data/img, which its settings promise"),
-    "a chunk of images": (lambda path: (path / "data" / "img" / "2.0.0.0").unlink(), "data/img has 4 of its 5 chunks"),
-}
-
-
-@pytest.mark.parametrize("damage", ZARR_DAMAGE)
-def test_damaged_zarr(pusht_file, damage):
-    edit, words = ZARR_DAMAGE[damage]
-    edit(pusht_file)
-    refused(pusht_file, words)
-
-
-ZARR_WRONG = {
-    "a number as actions": ("data/action", np.array(3.0), "is damaged ("),
-    "falling ends": ("meta/episode_ends", np.array([5, 4, 67]), "meta/episode_ends must rise and end at the 67 steps"),
-    "ends beyond": ("meta/episode_ends", np.array([5, 99]), "meta/episode_ends must rise and end at the 67 steps"),
-    "fewer states": ("data/state", np.ones((66, 5)), "data/state has shape (66, 5), not (67, 5)"),
-    "actions of an arm": ("data/action", np.ones((67, 10)), "data/action has shape (67, 10), not (67, 2)"),
-    "not a number": ("data/action", np.full((67, 2), np.inf), "data/action has numbers that are not finite"),
-    "images of another size": ("data/img", np.ones((67, 96, 96, 3)), "not (67, 16, 16, 3)"),
-    "too few marks": ("meta/valid", np.zeros(3, bool), "meta/valid has 3 episodes, not 12"),
-}
-
-
-@pytest.mark.parametrize("damage", ZARR_WRONG)
-def test_wrong_zarr(pusht_file, damage):
-    name, values, words = ZARR_WRONG[damage]
-    group = zarr.open_group(str(pusht_file), mode="r+")
-    del group[name]
-    group.create_array(name, data=values, chunks=values.shape, config={"write_empty_chunks": True})
-    refused(pusht_file, words)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "one bit"])

@@ -15,6 +15,7 @@ from tasks.robotics.image_decoder import image_positions
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy, cropped, read_policy_file, scaled_images
 from tasks.robotics.policy_config import PolicyConfig
+from tests.each import each
 from tests.tasks.robotics.tiny import observations, one_episode, tiny_config, tiny_policy
 
 
@@ -191,7 +192,7 @@ def test_what_is_privileged_teaches_and_is_not_seen(tmp_path):
     assert torch.equal(again.plan(without, generator()), expected)
     plain = tiny_policy(observations={key: PRIVILEGED["observations"][key] for key in ("agentview_image", "position")})
     assert plain.unet.state_dict().keys() == policy.unet.state_dict().keys()
-    shapes = [[value.shape for value in each.unet.state_dict().values()] for each in (plain, policy)]
+    shapes = [[value.shape for value in one.unet.state_dict().values()] for one in (plain, policy)]
     assert shapes[0] == shapes[1]
     policy.train()
     drawn = {"noise": torch.randn(2, 16, 4), "steps": torch.tensor([3, 60])}
@@ -362,8 +363,8 @@ def test_an_encoder_that_is_gone_is_named(tmp_path):
         CrosswayPolicy.from_pretrained(tmp_path / "policy")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"crop": 33}, "crop=33 must be at most the 32x32 pixels of agentview_image"),
         ({"horizon": 8}, "horizon=8 must hold"),

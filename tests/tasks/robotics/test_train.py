@@ -23,6 +23,7 @@ from tasks.robotics.formats import demonstrations_sha256
 from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tests.configs import shipped
+from tests.each import each
 from tests.tasks.robotics.walk import SETTINGS, configuration, with_cameras, write_walk
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
@@ -56,14 +57,6 @@ def test_a_run_leaves_results_picture_and_policy(whole_run):
     assert policy.about["settings"] == SETTINGS and policy.about["environment"]["name"] == "lift"
     averages = load_file(whole_run / "checkpoint-10" / "ema.safetensors")
     assert all(torch.equal(policy.state_dict()[name], value) for name, value in averages.items())
-
-
-def test_a_finished_run_is_not_done_again(whole_run, demonstrations, monkeypatch):
-    monkeypatch.setattr(train, "Training", None)
-    results = train.run(with_cameras(configuration(demonstrations, whole_run)))
-    assert results["steps"] == 10
-    with pytest.raises(ValueError, match=r"trainer\.steps: 10 there, 11 here"):
-        train.run(with_cameras(configuration(demonstrations, whole_run, steps=11)))
 
 
 def spoiled(demonstrations: Path, folder: Path) -> Path:
@@ -181,7 +174,7 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
 def test_the_readme_records_and_trains_what_small_configurations_read(name):
     readme = (ROOT / "tasks" / "robotics" / "README.md").read_text()
     config = load_config(shipped.path(name))
-    (line,) = (each for each in readme.splitlines() if f" {config['data']['path']} --episodes" in each)
+    (line,) = (line for line in readme.splitlines() if f" {config['data']['path']} --episodes" in line)
     cameras = {key.removesuffix("_image") for key, shape in config["policy"]["observations"].items() if len(shape) == 3}
     assert cameras <= set(line.partition("--cameras")[2].split())
     assert f"--config configs/{name}\n" in readme and f"`{name.partition('#')[2]}`" in readme
@@ -227,8 +220,8 @@ def test_windows_of_table_6():
         assert 2 <= round(kept) <= 6 or reading
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
+@each(
+    "override, message",
     [
         ("trainer.stepz=3", "did you mean 'steps'"),
         ("data.pth=x", "did you mean 'path'"),

@@ -17,20 +17,19 @@ def predict(image, config, weights):
     """Class indices (height, width) by each of WAYS, and the classes' names as the first one shows them."""
     from mmseg.apis import MMSegInferencer, inference_model, init_model, show_result_pyplot
 
-    found = []
-    for given in (image, mmcv.imread(image)):
-        model = init_model(config, weights, device="cpu")
+    found, images = [], (image, mmcv.imread(image))
+    model = init_model(config, weights, device="cpu")
+    for given in images:
         result = inference_model(model, given)
         found.append(result.pred_sem_seg.data[0].numpy())
         drawn = show_result_pyplot(model, mmcv.imread(image), result, show=False, draw_gt=False)
         assert drawn.shape[2] == 3
-    classes = model.dataset_meta["classes"]
-    for given in (image, mmcv.imread(image)):
-        inferencer = MMSegInferencer(config, weights, device="cpu", show_progress=False)
+    inferencer = MMSegInferencer(config, weights, device="cpu", show_progress=False)
+    for given in images:
         results = inferencer([given, given], batch_size=2, return_vis=True)
         assert np.array_equal(*results["predictions"]) and results["visualization"][0].shape[2] == 3
         found.append(results["predictions"][0])
-    return found, classes
+    return found, model.dataset_meta["classes"]
 
 
 if __name__ == "__main__":

@@ -82,10 +82,6 @@ def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsy
     again = json.loads((out / "evaluation" / "results_test.json").read_text())
     assert again["metrics"]["test_accuracy"] == results["metrics"]["test_accuracy"]
     assert again["confusion"] == results["confusion"]
-    # The same command does nothing more.
-    before = (out / "results.json").stat().st_mtime_ns
-    assert train.main(command) == 0
-    assert (out / "results.json").stat().st_mtime_ns == before
 
 
 def test_a_class_that_test_lacks_is_no_matter(videos, config_file, tmp_path):
@@ -198,10 +194,8 @@ def test_bad_values_are_one_line(override, config_file, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_smoke_run_has_a_folder_of_its_own_that_the_readme_names():
-    out = VIDEO.load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"]
-    assert out == "outputs/video/smoke"
-    assert f"tasks.video.evaluate {out}/model" in (ROOT / "tasks" / "video" / "README.md").read_text()
+def test_the_smoke_run_has_a_folder_of_its_own():
+    assert VIDEO.load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"] == "outputs/video/smoke"
 
 
 def test_the_former_name_of_the_validation_split_is_refused_with_todays():
@@ -349,15 +343,3 @@ def test_comparisons_name_the_variant(tmp_path):
     path.write_text(f"base: {CONFIGS / 'smoke.yaml'}\nseeds: [0]\nvariants:\n  odd: {{model: {{num_frames: 0}}}}\n")
     with pytest.raises(ValueError, match=r"bad.yaml, variant 'odd': num_frames=0"):
         compare.load_comparison(path)
-
-
-@pytest.mark.slow
-def test_a_comparison_writes_its_table(config_file, tmp_path, capsys):
-    variants = {"five": {}, "one": {"model": {"num_frames": 1}}}
-    content = {"base": config_file.name, "seeds": [0], "variants": variants}
-    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(content))
-    command = ["--config", str(tmp_path / "compare.yaml"), "--out", str(tmp_path / "out")]
-    config_file.write_text(config_file.read_text().replace(f"output_dir: {tmp_path / 'run'}", "save_total_limit: 1"))
-    assert compare.main([*command, "trainer.num_train_epochs=1"]) == 0
-    assert "| one | 50.00" in (tmp_path / "out" / "table.md").read_text()
-    assert (tmp_path / "out" / "results.png").is_file()

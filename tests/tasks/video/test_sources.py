@@ -15,6 +15,7 @@ from tasks.video.config import PROTOCOLS, SOURCES, DataConfig, check_config
 from tasks.video.data import load_data
 from tasks.video.sources import READERS
 from tasks.video.task import extra_metrics
+from tests.each import each
 
 SMARTHOME = {  # file: (cs, cv1, cv2)
     "Cook.Cut_p02_r00_v02_c03": ("test", None, None),  # a class that cross-view lacks
@@ -137,14 +138,14 @@ def test_kinetics_lists(folders, name, tmp_path):
     config = DataConfig(source="kinetics", path=str(videos), lists=str(lists))
     data = load_data(config)
     assert data.classes == ["abseiling", "riding a bike"]
-    sizes = {split: len(each.paths) for split, each in data.splits.items()}
+    sizes = {split: len(part.paths) for split, part in data.splits.items()}
     assert sizes == {"train": 86, "validation": 4, "test": 6}  # a twentieth of 45, of each class
     train, validation = set(data.splits["train"].paths), set(data.splits["validation"].paths)
     assert len(train | validation) == 90 and sum(data.splits["validation"].labels) == 2
     missing = [path for path in data.splits["test"].paths if not path.exists()]
     assert [path.name for path in missing] == ["vr-_000001_000001_000011.mp4", "va-_000001_000001_000011.mp4"]
-    for each in data.splits.values():
-        for path, label in zip(each.paths, each.labels, strict=True):
+    for part in data.splits.values():
+        for path, label in zip(part.paths, part.labels, strict=True):
             assert path.name[1] == data.classes[label][0]
     assert load_data(config).splits["validation"].paths == data.splits["validation"].paths
     final = load_data(DataConfig(source="kinetics", path=str(videos), lists=str(lists), stage="final"))
@@ -170,7 +171,7 @@ def test_something_something(begin, tmp_path):
     assert data.classes == ["Holding something behind something", "Putting something on a surface"]
     assert [path.name for path in data.splits["test"].paths] == ["100.webm", "101.webm"]
     assert data.splits["test"].labels.tolist() == [1, 0]
-    assert {split: len(each.paths) for split, each in data.splits.items()} == {"train": 18, "validation": 2, "test": 2}
+    assert {split: len(part.paths) for split, part in data.splits.items()} == {"train": 18, "validation": 2, "test": 2}
     for path, label in zip(data.splits["train"].paths, data.splits["train"].labels, strict=True):
         assert label == 1 - int(path.stem) % 2
     with pytest.raises(ValueError, match="would make from left to right from right to left"):
@@ -203,7 +204,7 @@ def test_files_that_do_not_fit_are_named(source, protocol, name, message, tmp_pa
         load_data(DataConfig(source=source, path=str(tmp_path), protocol=protocol))
 
 
-@pytest.mark.parametrize(
+@each(
     "fields, message",
     [
         ({"source": "smarthome"}, "data.protocol=None must be one of cs, cv1, cv2 for data.source smarthome"),

@@ -1,6 +1,7 @@
 """The arithmetic of the tables against the paper's printed rows, and what is missing from them."""
 
-import importlib.util
+import csv
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,19 @@ import pytest
 from tasks.classification.vtab import report
 from tasks.common.images.vtab_tasks import GROUPS, TASKS
 
-spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
-golden = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(golden)
+# VIOLIN's printed VTAB-1K accuracies: Tables 19 to 21 by task, in its columns ("SN Ere" is smallNORB's elevation), and
+# Tables 3 and 18 by group; of LoRA and DoRA Table 4 has the average alone.
+with open(Path(__file__).with_name("violin_tables_19_to_21.csv"), newline="") as file:
+    _, *COLUMNS = next(csv.reader(file))
+    PRINTED_ROWS = {name: [float(value or "nan") for value in values] for name, *values in csv.reader(file)}
+SUMMARIES = 4  # columns before those of the tasks: three groups and the average
+# As the loaders that others published with the data set have them.
+CLASSES = {
+    **{"caltech101": 102, "clevr_count": 8, "dmlab": 6, "dsprites_ori": 16, "eurosat": 10, "oxford_flowers102": 102},
+    **{"patch_camelyon": 2, "smallnorb_azi": 18, "svhn": 10, "cifar": 100, "clevr_dist": 6, "dsprites_loc": 16},
+    **{"dtd": 47, "kitti": 4, "oxford_iiit_pet": 37, "resisc45": 45, "smallnorb_ele": 9, "sun397": 397},
+    "diabetic_retinopathy": 5,
+}
 # The paper cuts some digits off instead of rounding: 58.265 is printed as 58.26, 76.266 too.
 PRINTED = 0.011
 # Their NAT. is the sum of the seven tasks divided by six; their averages are right.
@@ -19,22 +30,22 @@ DIVIDED_BY_SIX = ("DeiT-III-L", "DeiT-III-L*M", "DeiT-III-H", "DeiT-III-H*M")
 
 
 def by_task(model):
-    return {
-        name: value
-        for names, values in zip(golden.COLUMNS.values(), golden.TASKS[model], strict=True)
-        for name, value in zip(names, values, strict=True)
-    }
+    return dict(zip(COLUMNS[SUMMARIES:], PRINTED_ROWS[model][SUMMARIES:], strict=True))
 
 
 def test_the_tasks_are_the_papers_columns_in_its_order_with_the_published_classes():
-    assert {group: tuple(n for n, task in TASKS.items() if task.group == group) for group in GROUPS} == golden.COLUMNS
-    assert {name: task.classes for name, task in TASKS.items()} == golden.CLASSES
+    groups = [[name for name, task in TASKS.items() if task.group == group] for group in GROUPS]
+    assert list(itertools.chain(*groups)) == COLUMNS[SUMMARIES:] and list(map(len, groups)) == [7, 4, 8]
+    assert {name: task.classes for name, task in TASKS.items()} == CLASSES and len(PRINTED_ROWS) == 27
 
 
-@pytest.mark.parametrize("model", golden.GROUPS)
+@pytest.mark.parametrize("model", PRINTED_ROWS)
 def test_group_means_and_average_are_those_of_the_paper(model):
-    natural, specialized, structured, average = golden.GROUPS[model]
+    natural, specialized, structured, average = PRINTED_ROWS[model][:SUMMARIES]
     found = report.means(by_task(model))
+    if model.endswith(("LoRA", "DoRA")):
+        assert found["Avg."] == pytest.approx(average, abs=PRINTED)
+        return
     if model in DIVIDED_BY_SIX:
         natural = natural * 6 / 7
     assert list(found) == [*GROUPS, "Avg."]
@@ -44,11 +55,6 @@ def test_group_means_and_average_are_those_of_the_paper(model):
     assert found["Avg."] == pytest.approx(average, abs=PRINTED)
     # The mean of the three groups is another number.
     assert abs(np.mean([found[group] for group in GROUPS]) - average) > 1
-
-
-@pytest.mark.parametrize("model", golden.AVERAGES)
-def test_the_averages_of_the_adapters_are_those_of_the_paper(model):
-    assert report.means(by_task(model))["Avg."] == pytest.approx(golden.AVERAGES[model], abs=PRINTED)
 
 
 def test_one_missing_task_leaves_its_group_and_the_average_empty():

@@ -15,6 +15,7 @@ from tasks.classification.data import make_collator
 from tasks.common.images.augmentation import Augmentation, AugmentationConfig, placed_box, resized_box, to_tensor
 from tasks.common.images.data import ImageDataset, Images, Preparation
 from tasks.common.images.processor import make_processor
+from tests.each import each
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EVERYTHING = AugmentationConfig(
@@ -329,7 +330,7 @@ def test_every_field_is_tried():
     assert BAD.keys() == AugmentationConfig.__dataclass_fields__.keys()
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
+@each("field, value", [(field, value) for field, values in BAD.items() for value in values])
 def test_a_bad_value_is_refused_with_field_value_and_what_is_allowed(field, value):
     with pytest.raises(ValueError) as error:
         AugmentationConfig(**{field: value})

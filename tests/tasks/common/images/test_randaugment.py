@@ -11,6 +11,7 @@ from sklearn.datasets import load_sample_image
 
 from tasks.common.images import randaugment as module
 from tasks.common.images.randaugment import OPERATIONS, Policy, parse_policy, randaugment
+from tests.each import each
 
 BICUBIC, FILL = Image.Resampling.BICUBIC, (124, 116, 104)
 LEVELS = [0.0, 0.3, 2.5, 4.99, 5.0, 7.7, 9.0, 9.999, 10.0]
@@ -176,7 +177,7 @@ def test_the_notation_is_read_as_timm_does(text, policy):
     assert parse_policy(text) == policy
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["m9", "rand-", "rand-x3", "rand-m", "rand-m9-n0", "rand-m9-n2.5", "rand-n-1", "rand-p1.5", "rand-mnan",
      "rand-ninf", "rand-mstdnan", "rand-mstdinf", "rand-mmax10", "rand-tweights",

@@ -41,6 +41,7 @@ from tasks.common.images.sources import (
     streams,
     tables,
 )
+from tests.each import each
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -401,11 +402,6 @@ def test_the_final_stage_trains_on_all_that_is_not_test(write, source):
 )
 def test_splits_are_called_what_the_data_calls_them(settings, names):
     assert tuple(DataConfig(**settings).split_names[split] for split in SPLITS) == names
-
-
-def test_a_stream_has_no_final_stage():
-    with pytest.raises(ValueError, match=r"data\.stage='final' cannot be used with a stream; set data\.stre"):
-        DataConfig(source="parquet", path="x", stage="final", streaming=True)
 
 
 def test_limits_are_balanced_nested_and_leave_the_cut_alone(write):
@@ -785,109 +781,64 @@ def test_deep_images_are_refused_by_name_or_scaled(corrupt, tmp_path):
 # ---- bad values -----------------------------------------------------------------------------------------------------
 
 
-def edit(path, old, new):
-    path.write_text(path.read_text().replace(old, new))
+def edit(name, old, new):
+    return lambda root: (root / name).write_text((root / name).read_text().replace(old, new))
 
 
-def unlink(root, pattern):
-    sorted(root.glob(pattern))[0].unlink()
+def unlink(pattern):
+    return lambda root: sorted(root.glob(pattern))[0].unlink()
 
 
-def recompress(root, pattern, change):
-    path = sorted(root.glob(pattern))[0]
-    path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+def recompress(pattern, change):
+    def damage(root):
+        path = sorted(root.glob(pattern))[0]
+        path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+
+    return damage
+
+
+def put(name, content):
+    return lambda root: (root / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(
     ("source", "break_it", "message"),
     [
-        ("csv", lambda root: unlink(root, "images/train, 3.png"), r"train.csv, line 5: .*train, 3.png does not exist"),
-        (
-            "csv",
-            lambda root: edit(root / "test.csv", '.png",10', '.png",'),
-            r"test.csv, line 3: no Label \(2 of 4",
-        ),
-        (
-            "csv",
-            lambda root: edit(root / "train.csv", "Label", "kind"),
-            r"data.label_column is needed, none",
-        ),
-        (
-            "csv",
-            lambda root: edit(root / "train.csv", "other", "path"),
-            r"data.image_column is needed, several",
-        ),
-        ("csv", lambda root: (root / "train.csv").write_bytes(b"\xff\xfe\x00,"), "is not a CSV file in UTF-8"),
-        (
-            "csv",
-            lambda root: edit(root / "test.csv", ",10,", ",11,"),
-            r"test: label 11 \(2 images\) is not am",
-        ),
-        ("csv", lambda root: (root / "train.csv").unlink(), "has no training split named train or training, only test"),
+        ("csv", unlink("images/train, 3.png"), r"train.csv, line 5: .*train, 3.png does not exist"),
+        ("csv", edit("test.csv", '.png",10', '.png",'), r"test.csv, line 3: no Label \(2 of 4"),
+        ("csv", edit("train.csv", "Label", "kind"), "data.label_column is needed, none"),
+        ("csv", edit("train.csv", "other", "path"), "data.image_column is needed, several"),
+        ("csv", put("train.csv", b"\xff\xfe\x00,"), "is not a CSV file in UTF-8"),
+        ("csv", edit("test.csv", ",10,", ",11,"), r"test: label 11 \(2 images\) is not am"),
+        ("csv", unlink("train.csv"), "has no training split named train or training, only test"),
+        ("tiny_imagenet", unlink("*/wnids.txt"), "has no wnids.txt; data.path must be"),
+        ("tiny_imagenet", edit("tiny-imagenet-200/wnids.txt", "n10", "n11"), "see .'n10', 'n11'"),
+        ("tiny_imagenet", unlink("*/val/images/*2.JPEG"), "names val_2.JPEG, which .* does not"),
         (
             "tiny_imagenet",
-            lambda root: unlink(root, "*/wnids.txt"),
-            "has no wnids.txt; data.path must be",
-        ),
-        (
-            "tiny_imagenet",
-            lambda root: edit(root / "tiny-imagenet-200/wnids.txt", "n10", "n11"),
-            "see .'n10', 'n11'",
-        ),
-        (
-            "tiny_imagenet",
-            lambda root: unlink(root, "*/val/images/*2.JPEG"),
-            "names val_2.JPEG, which .* does not",
-        ),
-        (
-            "tiny_imagenet",
-            lambda root: edit(root / "tiny-imagenet-200/val/val_annotations.txt", "\t", " "),
+            edit("tiny-imagenet-200/val/val_annotations.txt", "\t", " "),
             "val_annotations.txt, line 1: .* has fewer than 2 fields",
         ),
-        ("imagenet", lambda root: unlink(root, "LOC_val_solution.csv"), "so val has no labels"),
+        ("imagenet", unlink("LOC_val_solution.csv"), "so val has no labels"),
         ("imagenet", lambda root: (root / "ILSVRC").rename(root / "other"), "has no folder train; data.path must hold"),
-        (
-            "imagenet",
-            lambda root: edit(root / "LOC_val_solution.csv", ",n02", ",n03"),
-            "class 'n03' of ILSVRC2012_",
-        ),
-        ("mnist", lambda root: unlink(root, "t10k-labels*"), "has no t10k-labels-idx1-ubyte.gz"),
-        ("mnist", lambda root: recompress(root, "train-i*", lambda old: old[:-1]), "its header says 40x28x28"),
-        (
-            "mnist",
-            lambda root: recompress(root, "train-l*", lambda old: b"\0" * 8 + old),
-            "magic number 0 must be",
-        ),
-        ("mnist", lambda root: recompress(root, "train-l*", lambda old: old[:2]), "magic number 0 must be"),
+        ("imagenet", edit("LOC_val_solution.csv", ",n02", ",n03"), "class 'n03' of ILSVRC2012_"),
+        ("mnist", unlink("t10k-labels*"), "has no t10k-labels-idx1-ubyte.gz"),
+        ("mnist", recompress("train-i*", lambda old: old[:-1]), "its header says 40x28x28"),
+        ("mnist", recompress("train-l*", lambda old: b"\0" * 8 + old), "magic number 0 must be"),
+        ("mnist", recompress("train-l*", lambda old: old[:2]), "magic number 0 must be"),
+        ("mnist", recompress("train-l*", lambda old: old[:-1] + b"\x0b"), "label 11 must be below"),
         (
             "mnist",
-            lambda root: recompress(root, "train-l*", lambda old: old[:-1] + b"\x0b"),
-            "label 11 must be below",
+            recompress("train-l*", lambda old: struct.pack(">2i", 2049, 39) + old[9:]),
+            "40 images, .* 39 labels",
         ),
-        (
-            "mnist",
-            lambda root: recompress(root, "train-l*", lambda old: struct.pack(">2i", 2049, 39) + old[9:]),
-            "holds 40 images, .* 39 labels",
-        ),
-        (
-            "mnist",
-            lambda root: (root / "train-labels-idx1-ubyte.gz").write_bytes(b"noise"),
-            "train-labels-idx1-ubyte.gz is not a whole gzip file",
-        ),
-        (
-            "cifar10",
-            lambda root: unlink(root, "*.gz"),
-            "must be cifar-10-python.tar.gz or cifar-10-bin",
-        ),
-        ("cifar10", lambda root: (root / "cifar-10-binary.tar.gz").write_bytes(b"x"), "is not a readable archive"),
-        ("cifar100", lambda root: unlink(root, "*/meta"), "holds neither meta nor fine_label_names.txt"),
-        (
-            "cifar100",
-            lambda root: (root / "cifar-100-python" / "train").write_bytes(b"no"),
-            "is not a CIFAR batch",
-        ),
-        ("cifar100", lambda root: unlink(root, "*/test"), "holds neither test nor test.bin"),
-        ("arrow", lambda root: unlink(root, "train/*.arrow"), "the arrow files cannot be read|arrow"),
+        ("mnist", put("train-labels-idx1-ubyte.gz", b"noise"), "train-labels-idx1-ubyte.gz is not a whole gzip file"),
+        ("cifar10", unlink("*.gz"), "must be cifar-10-python.tar.gz or cifar-10-bin"),
+        ("cifar10", put("cifar-10-binary.tar.gz", b"x"), "is not a readable archive"),
+        ("cifar100", unlink("*/meta"), "holds neither meta nor fine_label_names.txt"),
+        ("cifar100", put("cifar-100-python/train", b"no"), "is not a CIFAR batch"),
+        ("cifar100", unlink("*/test"), "holds neither test nor test.bin"),
+        ("arrow", unlink("train/*.arrow"), "the arrow files cannot be read|arrow"),
     ],
 )
 def test_bad_files_are_named_in_one_line(write, tmp_path, source, break_it, message):
@@ -911,8 +862,8 @@ def test_fashion_mnist_says_how_to_install_it(monkeypatch):
         load_data(DataConfig(source="fashion_mnist"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"source": "mnist"}, "needs data.path"),
         ({"corrupt": "ignore"}, "data.corrupt='ignore' must be one of fatal, skip, unchecked"),
@@ -924,6 +875,10 @@ def test_fashion_mnist_says_how_to_install_it(monkeypatch):
         ({"source": "hub", "path": "a/b", "splits": {"test": "val"}}, r"must be like \{train: NAME"),
         ({"source": "hub", "path": "a/b", "splits": {"train": "a", "val": "b"}}, r"must be like \{train: NAME"),
         ({"source": "hub", "path": 5}, "data.path=5 must be text"),
+        (
+            {"source": "parquet", "path": "x", "stage": "final", "streaming": True},
+            r"data\.stage='final' cannot be used with a stream; set data\.stre",
+        ),
         *(({name: "x"}, f"data.{name}='x' is for data.source ") for name in SOURCES_OF if name != "splits"),
     ],
 )
@@ -969,11 +924,12 @@ def test_a_hub_out_of_reach_gives_one_line_within_seconds_and_a_half_read_stream
     assert "uoft-cs/cifar10" in process.stderr and "data.source=parquet" in process.stderr
 
 
-def test_asking_the_hub_in_vain_takes_no_retries(write, monkeypatch):
+@pytest.mark.parametrize(("load", "streaming"), [(load_data, False), (stream_data, True)])
+def test_asking_the_hub_in_vain_is_one_line_and_takes_no_retries(load, streaming, monkeypatch):
     waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(OSError, match=r"the hub cannot be reached \(HF_HUB_OFFLINE is set\)") as error:
-        load_data(DataConfig(source="hub", path="uoft-cs/cifar10"))
+        load(DataConfig(source="hub", path="uoft-cs/cifar10", streaming=streaming))
     assert "\n" not in str(error.value) and sum(waits) < 1
 
 
@@ -1095,12 +1051,6 @@ def test_a_stream_needs_all_splits_and_the_names_of_its_classes(tmp_path):
     data = stream_data(DataConfig(source="parquet", path=str(tmp_path), streaming=True, **options))
     with pytest.raises(ValueError, match="train shard 0 row 2: label 2 is not among the classes"):
         list(data.splits["train"])
-
-
-def test_a_stream_without_network_gives_one_line():
-    with pytest.raises(OSError, match="the hub cannot be reached") as error:
-        stream_data(DataConfig(source="hub", path="uoft-cs/cifar10", streaming=True))
-    assert "\n" not in str(error.value)
 
 
 # ---- damaged images -------------------------------------------------------------------------------------------------

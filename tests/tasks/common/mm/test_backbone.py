@@ -31,6 +31,7 @@ from tasks.common.mm.backbone import (
     register_backbones,
     save_backbone,
 )
+from tests.each import each
 from tests.hf_sparseprior import small
 from tests.hf_sparseprior.toys import TwoStageConfig, TwoStageForImageClassification, TwoStageModel, registered_family
 
@@ -213,7 +214,7 @@ def test_norm_eval_keeps_the_statistics_of_batch_norms():
         assert before and all(same) == norm_eval
 
 
-@pytest.mark.parametrize(("key", "instead"), MM_KEYS.items())
+@each("key, instead", MM_KEYS.items())
 def test_keys_with_another_name_here_are_refused_with_it(key, instead):
     with pytest.raises(ValueError, match=f"{key}=True is no key of this backbone; use {instead.split()[0]}$"):
         SparsePriorViT(**SMALL, **{key: True})

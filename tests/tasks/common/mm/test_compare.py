@@ -156,6 +156,7 @@ def test_a_finished_comparison_is_not_done_again_and_a_lost_record_is_written_fr
 def test_a_killed_comparison_ends_with_the_same_records(finished, data, tmp_path, monkeypatch):
     """It is stopped in the middle of its second run, after a checkpoint, as Ctrl-C stops it."""
     task, folder = finished
+    one_seed = arguments(task, tmp_path, data, "--seeds", "0")
     write(tmp_path, task)
     work, runs = compare.run, []
 
@@ -170,28 +171,27 @@ def test_a_killed_comparison_ends_with_the_same_records(finished, data, tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr(compare, "run", stopped)
-        assert MAINS[task](arguments(task, tmp_path, data)) == 130
+        assert MAINS[task](one_seed) == 130
     assert len(records(tmp_path)) == 1
-    assert MAINS[task](arguments(task, tmp_path, data)) == 0
-    assert (tmp_path / "out" / "both" / "seed0" / "results.json").exists()
+    assert MAINS[task](one_seed) == 0
     assert read_results(tmp_path / "out" / "both" / "seed0" / "results.json")["resumed_from"] == "iter_3.pth"
     whole, resumed = records(folder), records(tmp_path)
-    assert whole.keys() == resumed.keys()
-    for name in whole:
-        for key in {*whole[name]} - {*TIMES}:
-            assert whole[name][key] == resumed[name][key], (name, key)
+    assert resumed.keys() == {("dense", 0), ("both", 0)}
+    for name, record in resumed.items():
+        assert record.keys() == whole[name].keys()
+        for key in {*record} - {*TIMES}:
+            assert whole[name][key] == record[key], (name, key)
 
 
 @on_segmentation
-def test_two_jobs_at_a_time_give_the_same_records(finished, data, tmp_path, capfd):
+def test_a_job_of_its_own_process_gives_the_same_record(finished, data, tmp_path, capfd):
     task, folder = finished
     write(tmp_path, task)
-    assert MAINS[task](arguments(task, tmp_path, data, "--jobs", "2", "--seeds", "0")) == 0
-    found, whole = records(tmp_path), records(folder)
-    assert len(found) == 2
-    for name, record in found.items():
-        assert record["metrics"] == pytest.approx(whole[name]["metrics"], abs=1e-3)
-    assert "[2/2]" in capfd.readouterr().err
+    assert MAINS[task](arguments(task, tmp_path, data, "--jobs", "2", "--seeds", "0", "--variants", "both")) == 0
+    found = records(tmp_path)
+    assert list(found) == [("both", 0)]
+    assert found["both", 0]["metrics"] == pytest.approx(records(folder)["both", 0]["metrics"], abs=1e-3)
+    assert "[1/1]" in capfd.readouterr().err
 
 
 @on_segmentation

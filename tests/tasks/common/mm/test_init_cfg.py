@@ -18,6 +18,7 @@ from hf_sparseprior import (
     SparsePriorViTModel,
 )
 from tasks.common.mm.backbone import SparsePriorConvit, SparsePriorIformer, SparsePriorSwin, SparsePriorViT
+from tests.each import each
 from tests.hf_sparseprior import small
 
 VIT = {
@@ -90,14 +91,14 @@ def test_weights_of_a_file_are_those_of_the_folder(family, form, tmp_path):
     found = backbone(**fields_of(family), init_cfg=pretrained(file, **options))
     expected = backbone(pretrained=str(tmp_path / "folder"))
     weights = {name: value.clone() for name, value in found.state_dict().items()}
-    for each in (found, expected):
-        each.init_weights()
-        each.eval()
+    for model in (found, expected):
+        model.init_weights()
+        model.eval()
     assert any(not torch.equal(value, weights[name]) for name, value in expected.state_dict().items())
     own = {name: value for name, value in found.state_dict().items() if not name.startswith("map_norms")}
     assert own and all(torch.equal(value, expected.state_dict()[name]) for name, value in own.items())
     with torch.no_grad():
-        maps = [each(torch.ones(1, 3, 16, 20)) for each in (found, expected)]
+        maps = [model(torch.ones(1, 3, 16, 20)) for model in (found, expected)]
     assert all(torch.equal(*pair) for pair in zip(*maps, strict=True))
 
 
@@ -180,8 +181,8 @@ def test_initializers_of_mm_act_and_the_checkpoint_comes_last(checkpoint):
     assert all(torch.equal(value, state[name]) for name, value in backbone.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
+@each(
+    "options, said",
     [
         ({"init_cfg": "folder"}, "must be a dict with a type, or a list of such"),
         ({"init_cfg": [{"checkpoint": "a"}]}, "must be a dict with a type, or a list of such"),
@@ -199,8 +200,8 @@ def test_init_cfg_that_says_something_else_is_refused(options, said):
         SparsePriorViT(**VIT, **options)
 
 
-@pytest.mark.parametrize(
-    ("entry", "said"),
+@each(
+    "entry, said",
     [
         ({"type": "Constant", "layer": "Conv9d", "val": 1}, "the backbone has no layer 'Conv9d'"),
         ({"type": "Constannt", "layer": "Linear", "val": 1}, "init_cfg={'type': 'Constannt'"),

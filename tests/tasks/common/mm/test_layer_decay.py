@@ -13,6 +13,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 
 from tasks.common.mm.layer_decay import LayerDecay
+from tests.each import each
 from tests.hf_sparseprior import small
 
 pytestmark = pytest.mark.slow
@@ -107,8 +108,8 @@ def test_frozen_layers_have_no_group_and_change_no_rate():
     assert groups[id(model.backbone.layers[1].mlp.fc1.weight)]["lr"] == pytest.approx(LR * RATE**2)
 
 
-@pytest.mark.parametrize(
-    ("paramwise", "said"),
+@each(
+    "paramwise, said",
     [
         ({"decay_rate": 0.5, "num_layers": 12}, "num_layers=12, the backbone has 3 layers"),
         ({"num_layers": 3}, "decay_rate=None must be a number above 0 and at most 1"),

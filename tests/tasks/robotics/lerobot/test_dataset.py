@@ -91,29 +91,37 @@ def change_table(path: Path, change) -> None:
     pq.write_table(pa.table(columns), path)
 
 
+def info(change):
+    return lambda root: edit(root, change)
+
+
+def column(name, change):
+    return lambda root: change_table(root / name, change)
+
+
 EPISODES = f"{files.EPISODES}/chunk-000/file-000.parquet"
 DATA = "data/chunk-000/file-000.parquet"
 VIDEO = "videos/observation.images.top/chunk-000/file-000.mp4"
 DAMAGES = [
-    (lambda root: edit(root, lambda i: i.update(codebase_version="v2.1")), "codebase_version='v2.1', v3.0 is read"),
-    (lambda root: edit(root, lambda i: i.update(fps=0)), "fps=0, which must be a number above 0"),
-    (lambda root: edit(root, lambda i: i.update(fps=20)), r"timestamp of frame \d is 0.\d+ s from where fps=20"),
-    (lambda root: edit(root, lambda i: i.pop("features")), "has no features"),
-    (lambda root: edit(root, lambda i: i["features"].pop("action")), "has no feature 'action'"),
-    (lambda root: edit(root, lambda i: i["features"]["action"].update(shape=[0])), r"action has shape=\[0\]"),
-    (lambda root: edit(root, lambda i: i["features"]["action"].update(shape=[3])), "6 numbers for 3 frames of 3"),
+    (info(lambda i: i.update(codebase_version="v2.1")), "codebase_version='v2.1', v3.0 is read"),
+    (info(lambda i: i.update(fps=0)), "fps=0, which must be a number above 0"),
+    (info(lambda i: i.update(fps=20)), r"timestamp of frame \d is 0.\d+ s from where fps=20"),
+    (info(lambda i: i.pop("features")), "has no features"),
+    (info(lambda i: i["features"].pop("action")), "has no feature 'action'"),
+    (info(lambda i: i["features"]["action"].update(shape=[0])), r"action has shape=\[0\]"),
+    (info(lambda i: i["features"]["action"].update(shape=[3])), "6 numbers for 3 frames of 3"),
     (
-        lambda root: edit(root, lambda i: i["features"].update({"observation.top": i["features"]["action"]})),
+        info(lambda i: i["features"].update({"observation.top": i["features"]["action"]})),
         "observation.top and another feature would both be called 'top'",
     ),
-    (lambda root: edit(root, lambda i: i.update(total_frames=13)), "3 episodes of 12 frames, meta/info.json says 3"),
-    (lambda root: edit(root, lambda i: i.update(data_path="../{chunk_index}.parquet")), "leads out of the data set"),
-    (lambda root: edit(root, lambda i: i.update(data_path="/etc/passwd")), "leads out of the data set"),
-    (lambda root: edit(root, lambda i: i.update(data_path="{chunk_index.__class__}")), "has a field"),
-    (lambda root: edit(root, lambda i: i.update(data_path="{}")), "has a field ''"),
-    (lambda root: edit(root, lambda i: i.update(video_path=None)), "video_path"),
+    (info(lambda i: i.update(total_frames=13)), "3 episodes of 12 frames, meta/info.json says 3"),
+    (info(lambda i: i.update(data_path="../{chunk_index}.parquet")), "leads out of the data set"),
+    (info(lambda i: i.update(data_path="/etc/passwd")), "leads out of the data set"),
+    (info(lambda i: i.update(data_path="{chunk_index.__class__}")), "has a field"),
+    (info(lambda i: i.update(data_path="{}")), "has a field ''"),
+    (info(lambda i: i.update(video_path=None)), "video_path"),
     (
-        lambda root: edit(root, lambda i: i["features"]["observation.images.top"].update(shape=[32, 64, 3])),
+        info(lambda i: i["features"]["observation.images.top"].update(shape=[32, 64, 3])),
         "has 64x64 pixels, meta/info.json says 32x64",
     ),
     (lambda root: (root / VIDEO).unlink(), f"{VIDEO} is missing"),
@@ -121,20 +129,16 @@ DAMAGES = [
     (lambda root: (root / DATA).unlink(), f"{DATA} is missing"),
     (lambda root: (root / DATA).write_bytes((root / DATA).read_bytes()[:900]), "is damaged"),
     (lambda root: shutil.rmtree(root / files.EPISODES), "has no meta/episodes"),
-    (lambda root: change_table(root / EPISODES, lambda c: c.pop("length")), "has no column length"),
-    (lambda root: change_table(root / EPISODES, lambda c: c["length"].__setitem__(0, 4)), "episode 0 is not where"),
-    (lambda root: change_table(root / DATA, lambda c: c.pop("action")), "has no column action"),
-    (lambda root: change_table(root / DATA, lambda c: c["frame_index"].__setitem__(2, 1)), "frame_index of data does"),
-    (
-        lambda root: change_table(root / DATA, lambda c: c["action"].__setitem__(2, [0.0, float("inf")])),
-        "action has numbers that are not finite",
-    ),
+    (column(EPISODES, lambda c: c.pop("length")), "has no column length"),
+    (column(EPISODES, lambda c: c["length"].__setitem__(0, 4)), "episode 0 is not where"),
+    (column(DATA, lambda c: c.pop("action")), "has no column action"),
+    (column(DATA, lambda c: c["frame_index"].__setitem__(2, 1)), "frame_index of data does"),
+    (column(DATA, lambda c: c["action"].__setitem__(2, [0.0, float("inf")])), "action has numbers that are not finite"),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(DAMAGES)))
-def test_what_is_wrong_is_named(theirs, number):
-    damage, message = DAMAGES[number]
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_what_is_wrong_is_named(theirs, damage, message):
     damage(theirs)
     with pytest.raises(ValueError, match=message) as raised:
         open_demonstrations(theirs)
