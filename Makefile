@@ -136,7 +136,7 @@ $(VENV)/robotics: $(VENV)/packages
 	-$(RUN) -m hf_sparseprior doctor --require robotics
 	touch $@
 
-# ONNX Runtime and OpenVINO, which run exported models; `tasks.benchmark.rivals` times ours next to them.
+# ONNX Runtime and OpenVINO, which run exported models; `tasks.benchmark rivals` times ours next to them.
 $(VENV)/benchmark: $(VENV)/packages
 	$(PIP) --editable '.[benchmark]'
 	$(RUN) -m hf_sparseprior doctor --require export

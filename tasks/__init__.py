@@ -20,11 +20,13 @@ def _answer_at_once() -> None:
     """End a command that asks for help, or whose arguments are wrong, before its own module is imported.
 
     That module imports torch, which takes seconds. The parser is in the file commands.py of its folder, which is run
-    without the folder's own __init__.
+    without the folder's own __init__. A folder that is a command itself has one of its own name.
     """
     command = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
     package, *folders, name = command.split(".")
-    file = Path(__file__).parent.joinpath(*folders, "commands.py")
+    folder = Path(__file__).parent.joinpath(*folders)
+    own = folder / name if (folder / name / "__main__.py").is_file() else folder
+    file = own / "commands.py"
     if package == __name__ and file.is_file() and (make_parser := runpy.run_path(str(file)).get(name)) is not None:
         make_parser().parse_known_args()
 

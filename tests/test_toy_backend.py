@@ -11,9 +11,9 @@ import torch
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.attention.choice import BACKENDS, Crossover, register_backend, unregister_backend
 from hf_sparseprior.attention.dense import reference
-from tasks.benchmark import attention
-from tasks.benchmark.contenders import PASSES, Setting, Size, chosen_backend, contenders, make_problem, timed_call
-from tasks.benchmark.model import COPY, ModelRun, parse_contenders
+from tasks.benchmark.__main__ import main as benchmark
+from tasks.benchmark.contenders import Setting, Size, chosen_backend, contenders, make_problem, timed_call
+from tasks.benchmark.model_contenders import COPY, ModelRun, parse_contenders
 from tests.hf_sparseprior.attention.attention_cases import (
     DECAY_VARIANTS,
     FILLED,
@@ -101,7 +101,7 @@ def test_the_benchmarks_list_and_check_it(toy):
     assert contender.about == "The reference under another name."
     assert "fibottention@toy" in parse_contenders(["fibottention@toy"])
     problem = make_problem(Setting(heads=2, width=4), Size(64, 1), trains=True)
-    assert chosen_backend(problem, trains=True) == "toy" and set(PASSES) == {"forward", "forward_backward"}
+    assert chosen_backend(problem, trains=True) == "toy"
     timed_call(problem, contender, trains=True)()
     assert contender.can_run(make_problem(Setting(decay="violin"), Size(64, 1), True), True) == "the toy knows no decay"
     factor[0] = 1.001
@@ -120,11 +120,12 @@ def test_the_benchmarks_measure_a_support_registered_here(tmp_path):
         for key, reason in found.items():
             if reason is None:
                 timed_call(problem, contenders()[key], trains=True)()  # compares with the reference
-        out = tmp_path / "attention.json"
-        arguments = ["--support", name, "--sizes", "12x1", "--heads", "2", "--rounds", "1", "--device", "cpu"]
-        assert attention.main([*arguments, "--contenders", "dense_sdpa,reference,gather", "--out", str(out)]) == 0
-        (entry,) = json.loads(out.read_text())["sizes"]
-        assert entry["tokens"] == 12 and json.loads(out.read_text())["settings"]["support"] == name
+        arguments = ["attention", "--support", name, "--sizes", "12x1", "--heads", "2", "--rounds", "1"]
+        arguments += ["--device", "cpu", "--contenders", "dense_sdpa,reference,gather"]
+        assert benchmark([*arguments, "--out", str(tmp_path)]) == 0
+        content = json.loads((tmp_path / "records.json").read_text())
+        assert {own["tokens"] for own in content["measured"]} == {12} and content["settings"]["support"] == name
+        assert all("seconds" in own for own in content["measured"])
         assert set(parse_contenders([name])) == {name, COPY}
         run = ModelRun("vit_tiny", parse_contenders([name])[name], 48, 1, torch.float32, torch.device("cpu"))
         assert run.model.config.prior_name == name and run.forward().shape == (1, run.model.config.num_labels)

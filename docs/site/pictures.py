@@ -1,6 +1,6 @@
 """Pictures of README and of the architecture: python docs/site/pictures.py [FOLDER] (by default docs/).
 
-`idea.png` is made from the patterns themselves, `speed.png` from the records of `tasks.benchmark.backbones`, and
+`idea.png` is made from the patterns themselves, `speed.png` from the records of `tasks.benchmark backbones`, and
 `architecture.png` from the imports of the library.
 """
 

@@ -169,7 +169,7 @@ class GatheredAttention(torch.autograd.Function):
 
 
 # CPU: measured with keys of a predictor, 64 to 2304 patches, 6 heads of 64, on one busy core
-# (`tasks.benchmark.predictor`). Copying a key costs as much as thirty to fifty keys of dense attention. CUDA: not
+# (`tasks.benchmark predictor`). Copying a key costs as much as thirty to fifty keys of dense attention. CUDA: not
 # measured.
 register_backend(
     "gather",

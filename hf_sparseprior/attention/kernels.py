@@ -240,7 +240,7 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
 
 # Medians, measured interleaved on one core of an AMD EPYC: windows of growing width, 4 to 400 patches, 6 heads of 64,
 # batches of 1 and 8, against the faster of `sdpa` and `reference`, and with VIOLIN's decay against `reference`.
-# `tasks.benchmark.chooser` checks them.
+# `tasks.benchmark chooser` checks them.
 register_backend(
     "cpp",
     can_run=cpp_can_run,

@@ -1,7 +1,7 @@
 """How many rows, keys and warps a block of the Triton kernels has: fixed tables, or what was tuned on this device.
 
 Nothing is tuned while a model runs: that would take seconds in every process and could give other bits in another run.
-`python -m tasks.benchmark.gpu` tunes, and keeps what was fastest in a table in the user's cache, by device and version
+`python -m tasks.benchmark gpu` tunes, and keeps what was fastest in a table in the user's cache, by device and version
 of Triton. Without a table the defaults hold, so all machines give the same bits.
 """
 
@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 # No GPU chose the defaults. They follow from the compiler's report for compute capability 9.0 (`python -m
-# tasks.benchmark.gpu --count`).
+# tasks.benchmark gpu --count`).
 #
 # Along diagonals: elements of a block of rows (rows x padded head width), and its warps. No registers spill, and as
 # many warps as possible fit on a multiprocessor.

@@ -1,4 +1,4 @@
-"""Ways to compute attention over a support that `python -m tasks.benchmark.attention` compares.
+"""Ways to compute attention over a support that `python -m tasks.benchmark attention` compares.
 
 Shape letters as in `hf_sparseprior.attention.functional`: B batch, H heads, D head width, N patch tokens, P prefix
 tokens, T = P + N.

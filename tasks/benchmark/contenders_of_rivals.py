@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.cli.runtimes import openvino_core
 from hf_sparseprior.patterns.supports import head_offsets, pruning_ratio
-from tasks.benchmark.model import DENSE, preset_config
+from tasks.benchmark.commands import DENSE
+from tasks.benchmark.model_contenders import preset_config
 from tasks.benchmark.plain_attention import plain_attention
 from tasks.benchmark.timing import Call, SetUp
 from tasks.benchmark.token_merging import MergedViT, merges_of_layers

@@ -1,11 +1,10 @@
-"""Attention and whole models on a CUDA GPU: python -m tasks.benchmark.gpu
+"""Attention and whole models on a CUDA GPU.
 
-It checks the Triton kernels against `reference` in float64, alone and in a CUDA graph. It tries sizes of a block and
-keeps the fastest (`hf_sparseprior.kernels.triton_sizes`). Then it times operators and models in one process, where
-contenders take turns. OUT/RESULTS.md has medians with their spread, the ratio to the copy bound (read Q, K, V and
-write O once, at the bandwidth that a copy reaches here) and how many times faster than flash attention over all pairs,
-next to the project's targets. OUT/records.json has everything as soon as it is known. No step begins after --budget
-seconds; the same command goes on then.
+It checks the Triton kernels against `reference` in float64, and replayed from a CUDA graph; a wrong kernel is not
+timed, and the command ends with status 1. It tries sizes of a block and keeps the fastest in the user's cache
+(`hf_sparseprior.kernels.triton_sizes`). Then it times a copy, operators, and models; contenders take turns. The table
+has times in copies (read q, k, v and write the output once, at the bandwidth that a copy of --copy-bytes reaches).
+Nothing begins after --for-seconds; the same command goes on then.
 
 --count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory.
 """
@@ -13,41 +12,34 @@ seconds; the same command goes on then.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.attention.functional import run_plan
-from hf_sparseprior.attention.plan import AttentionPlan, plan_table
+from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
-from hf_sparseprior.base.files import read_json_object, write_text
+from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.resolved import DecayTensors
+from hf_sparseprior.kernels import triton_sizes
 from hf_sparseprior.patterns.decay import make_decay
 from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
-from tasks.benchmark import commands, gpu_count, gpu_report, timing, window_contenders
-from tasks.benchmark.commands import BATCHES, COPY_BYTES
-from tasks.benchmark.contenders import Contender, Problem
-from tasks.benchmark.records import sole_use
-from tasks.common.command import run_command
+from tasks.benchmark import gpu_count, gpu_report, gpu_tune, report
+from tasks.benchmark.commands import BATCHES
+from tasks.benchmark.contenders import DENSE, Contender, Setting, Size, contenders, make_problem, timed_call
+from tasks.benchmark.entry import Benchmark, Case, Row, Session, Target, WrongOutput
+from tasks.benchmark.model_contenders import forced_backend, preset_config
+from tasks.benchmark.timing import Call, SetUp, interleave, measure, spread
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
 
-Call = timing.Call
-
 HEADS, WIDTH, PREFIX = 12, 64, 1
-PROGRAM = "python -m tasks.benchmark.gpu"
-FOLDER = commands.GPU_FOLDER
 TUNED_TOKENS, COUNTED_TOKENS = 4096, (196, 1024, 4096)
 FIBOTTENTION = gpu_count.FIBOTTENTION
 VIOLIN = {"name": "violin"}
@@ -58,65 +50,21 @@ PARTS: dict[str, tuple[Any, Any]] = {
     "violin": ("dense", VIOLIN),
 }
 LARGEST_PAIRS = 20000  # patches: what forms all pairs in memory is not asked to do more
-DTYPES = {name: getattr(torch, name) for name in commands.GPU_DTYPES}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-CONTENDERS = commands.GPU_CONTENDERS
-# Hidden size, layers and heads of ViT-S and ViT-B; the MLP is four times as wide.
-SIZES = {"ViT-S": (384, 12, 6), "ViT-B": (768, 12, 12)}
-TURN_SECONDS = 0.02
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
+WINDOWS = ("flash_window", "flex_window", "natten")
+FORWARD, BOTH = "forward", "forward and backward"
+CHECK, GRAPHS, TUNE, COPY = "check", "CUDA graphs", "block sizes", "copy"
+# Preset, pixels, images, prior, passes.
+MODELS: tuple[tuple[str, int, int, Any, tuple[str, ...]], ...] = (
+    ("vit_small", 1024, 8, {"support": FIBOTTENTION}, ("training step",)),
+    ("vit_base", 224, 128, {"decay": VIOLIN}, ("inference", "training step")),
+)
+# The project's targets on an H200 in bfloat16: times of a copy, from and to these numbers of tokens; times of flash
+# attention.
+COPIES, COPIES_FROM, COPIES_TO, DENSE_TIMES = 1.5, 4096, 65536, 1.15
 
 
-# ---- time -----------------------------------------------------------------------------------------------------------
-
-
-def seconds_per_call(call: Call, calls: int, device: torch.device) -> float:
-    """Mean seconds of calls in a row, by events of the device."""
-    if device.type != "cuda":
-        return timing.seconds_per_call(call, calls, device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1000 / calls
-
-
-def measure(set_ups: dict[str, Callable[[], Call]], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Seconds of each contender: {"median", "low", "high", "calls"} or {"failed": why}. All take turns in every round.
-
-    A set-up is run first and makes the call. What does not fit in memory or does not exist here fails with its reason.
-    """
-    calls: dict[str, tuple[Call, int]] = {}
-    results: dict[str, dict[str, Any]] = {}
-    for name, set_up in set_ups.items():
-        try:
-            call = set_up()
-            seconds_per_call(call, 2, device)  # compiles
-            estimate = seconds_per_call(call, 1, device)
-            calls[name] = (call, max(1, min(200, round(TURN_SECONDS / max(estimate, 1e-6)))))
-        except Exception as error:  # a contender may fail in ways of its own; which and why is part of the result
-            results[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in list(calls) if number % 2 else list(calls)[::-1]:
-            seconds[name].append(seconds_per_call(*calls[name], device))
-    for name, values in seconds.items():
-        low, median, high = np.quantile(values, (0.1, 0.5, 0.9)).tolist()
-        results[name] = {"median": median, "low": low, "high": high, "calls": calls[name][1]}
-    return {name: results[name] for name in set_ups}
-
-
-def copy_bandwidth(device: torch.device, size: int = COPY_BYTES) -> float:
-    """Bytes a second, read and written, that a copy of `size` bytes reaches."""
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_(256)
-    target = torch.empty_like(source)
-    result = measure({"copy": lambda: lambda: target.copy_(source)}, 9, device)["copy"]
-    return 2 * size / result["median"]
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
+# ---- one layer ------------------------------------------------------------------------------------------------------
 
 
 def make_plan(support: Any, decay: Any, tokens: int, heads: int | None = None) -> AttentionPlan:
@@ -141,160 +89,97 @@ def decay_of(plan: AttentionPlan, device: torch.device) -> DecayTensors | None:
     return make_decay(plan.decay, plan.num_heads).to(device)()
 
 
-def flex_call(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention with the support as a block mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def triton_call(plan: AttentionPlan, inputs: list[Tensor], trains: bool) -> Call:
+    """A layer's attention by the Triton kernels, forward or forward and backward."""
+    decay = decay_of(plan, inputs[0].device)
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(trains) for x in inputs]
+    q, k, v = leaves
+    scalars = [x for x in (decay or {}).values() if isinstance(x, Tensor) and x.requires_grad]
+    gradient = torch.randn_like(q)
 
-    mask = plan_table(plan, "mask", q.device)
-    tokens = q.shape[2]
-    block_mask = create_block_mask(lambda b, h, i, j: mask[h, i, j], 1, HEADS, tokens, tokens, device=q.device.type)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+    def call() -> Any:
+        with torch.set_grad_enabled(trains):
+            out = run_plan(AttentionRequest(q, k, v, plan, decay), backend="triton")[0]
+        return torch.autograd.grad(out, [*leaves, *scalars], gradient) if trains else out
 
-
-def window_call(
-    rival: Contender, plan: AttentionPlan, inputs: list[Tensor], train: bool
-) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A sliding window and its inputs: the patches alone where the package knows no prefix tokens."""
-    prefix = plan.num_prefix_tokens if rival.prefix else 0
-    own = [x[:, :, plan.num_prefix_tokens - prefix :] for x in inputs]
-    q, k, v = own
-    problem = Problem(AttentionPlan(LayerKey(plan.num_heads, plan.grid), prefix, plan.support), q, k, v, q, None)
-    if reason := rival.can_run(problem, train):
-        raise ValueError(reason)
-    return rival.prepare(problem), own
+    return call
 
 
-def contender(name: str, plan: AttentionPlan, inputs: list[Tensor], train: bool) -> Callable[[], Call]:
-    """Set-up of one way to compute a layer's attention, forward or forward and backward."""
+def any_error(set_up: SetUp) -> SetUp:
+    """A set-up whose errors are RuntimeErrors, those of a first call too: compilers have errors of their own."""
 
-    def set_up() -> Call:
-        decay, given = decay_of(plan, inputs[0].device), inputs
-        if name == "flash":
-            run: Callable[..., Any] = F.scaled_dot_product_attention
-        elif name == "flex":
-            run = flex_call(plan, *inputs)
-        elif name in (windows := window_contenders.windows()):
-            run, given = window_call(windows[name], plan, inputs, train)
-        else:
-            backend = {"masked": "sdpa"}.get(name, name)
-            run = lambda q, k, v: run_plan(AttentionRequest(q, k, v, plan, decay), backend=backend)[0]  # noqa: E731
-        if not train:
+    def ready() -> Call:
+        try:
+            call = set_up()
+            call()
+        except Exception as error:
+            raise error if isinstance(error, RuntimeError) else RuntimeError(error_text(error)) from error
+        return call
 
-            def forward() -> Any:
-                with torch.no_grad():
-                    return run(*given)
-
-            return forward
-        leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in given]
-        scalars = [x for x in (decay or {}).values() if isinstance(x, Tensor) and x.requires_grad and name != "flash"]
-        gradient = torch.randn_like(given[0])
-        return lambda: torch.autograd.grad(run(*leaves), [*leaves, *scalars], gradient)
-
-    return set_up
+    return ready
 
 
-def fitting(names: list[str], decay: Any, tokens: int) -> list[str]:
+def error_text(error: BaseException) -> str:
+    """Type and first line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def fitting(names: Sequence[str], decay: Any, tokens: int) -> list[str]:
     """The contenders that are for this part: with a decay those over all pairs, otherwise those over a support."""
     if decay is not None:
-        return [name for name in names if name in ("triton", "flash", "reference")]
+        return [name for name in names if name in ("triton", DENSE, "reference")]
     # A mask of all pairs of so many patches and heads does not fit.
-    unable = ("reference", *(("masked", "flex") if tokens > LARGEST_PAIRS else ()))
+    unable = ("reference", *(("sdpa", "flex") if tokens > LARGEST_PAIRS else ()))
     return [name for name in names if name not in unable]
 
 
-def operators(
-    tokens: int, batch: int, part: str, train: bool, names: list[str], dtype: torch.dtype, rounds: int,
-    device: torch.device,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Rows of the table for one number of tokens, one of `PARTS` and one pass."""
-    inputs = make_inputs(batch, tokens, dtype, device)
-    support, decay = PARTS[part]
-    plan = make_plan(support, decay, tokens)
-    set_ups = {name: contender(name, plan, inputs, train) for name in fitting(names, decay, tokens)}
-    size = {"tokens": tokens, "batch": batch, "bytes": 4 * inputs[0].numel() * inputs[0].element_size()}
-    for name, result in measure(set_ups, rounds, device).items():
-        yield {
-            "part": part, "pass": "forward+backward" if train else "forward", "contender": name, **size, **result,
-        }  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def operator(contender: Contender, setting: Setting, size: Size, trains: bool) -> SetUp:
+    """A contender's set-up, with the patches alone where its package knows no prefix tokens.
 
-
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def forced(backend: str) -> Iterator[None]:
-    """All attention runs on one backend."""
-    before = os.environ.get("SPARSEPRIOR_BACKEND")
-    os.environ["SPARSEPRIOR_BACKEND"] = backend
-    try:
-        yield
-    finally:
-        os.environ.pop("SPARSEPRIOR_BACKEND")
-        if before is not None:
-            os.environ["SPARSEPRIOR_BACKEND"] = before
-
-
-def model_call(
-    size: tuple[int, int, int], prior: Any, backend: str, resolution: int, batch: int, train: bool,
-    dtype: torch.dtype, device: torch.device,
-) -> Callable[[], Call]:  # fmt: skip
-    """Set-up of a whole model under autocast: inference, or a step with AdamW."""
+    Raises:
+        RuntimeError: when it is set up, if it cannot run.
+    """
 
     def set_up() -> Call:
-        hidden, layers, heads = size
-        config = SparsePriorViTConfig(
-            prior=prior, image_size=resolution, patch_size=16, hidden_size=hidden, num_hidden_layers=layers,
-            num_attention_heads=heads, intermediate_size=4 * hidden, num_labels=1000,
-        )  # fmt: skip
-        model = SparsePriorViTForImageClassification(config).to(device).train(train)
-        pixels = torch.randn(batch, 3, resolution, resolution, device=device)
-        labels = torch.randint(1000, (batch,), device=device)
+        own = Setting(**{**vars(setting), "prefix": setting.prefix if contender.prefix else 0})
+        problem = make_problem(own, size, trains)
+        if reason := contender.can_run(problem, trains):
+            raise RuntimeError(reason)
+        return timed_call(problem, contender, trains)
+
+    return any_error(set_up)
+
+
+def model_call(preset: str, prior: Any, pixels: int, images: int, trains: bool, arguments: argparse.Namespace) -> SetUp:
+    """Set-up of a whole model under autocast: inference, or a step with AdamW; dense on flash attention, a prior on the
+    Triton kernels.
+    """
+    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+
+    def set_up() -> Call:
+        model = preset_family(preset).classifier(preset_config(preset, pixels, prior)).to(device).train(trains)
+        drawn = torch.randn(images, 3, pixels, pixels, device=device)
+        labels = torch.randint(model.config.num_labels, (images,), device=device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
 
         def run() -> None:
-            with forced(backend), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                if not train:
-                    with torch.inference_mode():
-                        model(pixels)
-                    return
-                loss = model(pixels, labels=labels).loss
+            with forced_backend("sdpa" if prior == "dense" else "triton"):
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    if not trains:
+                        with torch.inference_mode():
+                            model(drawn)
+                        return
+                    loss = model(drawn, labels=labels).loss
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
         return run
 
-    return set_up
+    return any_error(set_up)
 
 
-def models(rounds: int, dtype: torch.dtype, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows of the table for whole models: ViT-S at 1024 px with a sparse support, ViT-B at 224 px with VIOLIN."""
-    cases = [
-        ("ViT-S", 1024, 8, "fibottention", {"support": FIBOTTENTION}, (True,)),
-        ("ViT-B", 224, 128, "violin", {"decay": VIOLIN}, (False, True)),
-    ]
-    for size, resolution, batch, name, prior, passes in cases:
-        for train in passes:
-            set_ups = {
-                "dense": model_call(SIZES[size], "dense", "sdpa", resolution, batch, train, dtype, device),
-                name: model_call(SIZES[size], prior, "triton", resolution, batch, train, dtype, device),
-            }
-            for contender_name, result in measure(set_ups, rounds, device).items():
-                step = "training step" if train else "inference"
-                numbers = {"tokens": (resolution // 16) ** 2, "batch": batch}
-                yield {
-                    "part": f"{size} {resolution} px",
-                    "pass": step,
-                    "contender": contender_name,
-                    **numbers,
-                    **result,
-                }
-
-
-# ---- check ----------------------------------------------------------------------------------------------------------
+# ---- before anything is timed ---------------------------------------------------------------------------------------
 
 
 def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -327,7 +212,7 @@ def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[s
     cases = [("support", FIBOTTENTION, None), ("support, violin", FIBOTTENTION, VIOLIN), ("violin", "dense", VIOLIN)]
     for name, support, decay in cases:
         plan, inputs = make_plan(support, decay, tokens), make_inputs(2, tokens, dtype, device)
-        run: Callable[[], Any] = contender("triton", plan, inputs, train=True)()
+        run: Callable[[], Any] = triton_call(plan, inputs, trains=True)
         expected = [x.clone() for x in run()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -339,158 +224,172 @@ def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[s
             found = run()
         graph.replay()
         torch.cuda.synchronize()
-        worst[f"CUDA graph, {name}"] = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+        worst[name] = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     return worst
 
 
-# ---- steps ----------------------------------------------------------------------------------------------------------
-
-RECORDS, COUNTED, TEXT = "records.json", "counted.json", "RESULTS.md"
-# What all records of a folder share: a step that is done is not done again with other options.
-OPTIONS = ("dtype", "batch", "rounds", "contenders", "copy_bytes")
-SAME = ("hardware_name", "torch", "heads", "width", *OPTIONS)
-Step = Callable[[dict[str, Any]], None]
-
-
-def steps(arguments: argparse.Namespace, device: torch.device) -> dict[str, Step]:
-    """What is done, by name, in order: checks, sizes of blocks, the copy bound, operators, models.
-
-    A step adds to the records. Forward passes come first, because the targets are about them.
-    """
-    dtype, smallest = DTYPES[arguments.dtype], min(arguments.tokens)
-    found: dict[str, Step] = {}
-
-    def checking(name: str) -> Step:
-        def run(records: dict[str, Any]) -> None:
-            records["checked"][name] = check(smallest, DTYPES[name], device)
-            for setting, error in records["checked"][name].items():
-                if not error <= TOLERANCE[DTYPES[name]]:
-                    raise WrongError(f"WRONG {name}, {setting}: relative difference {error:.1e}")
-
-        return run
-
-    def graphs(records: dict[str, Any]) -> None:
-        records["checked"]["CUDA graph"] = check_graph(smallest, dtype, device)
-        for setting, error in records["checked"]["CUDA graph"].items():
-            if error != 0:
-                raise WrongError(f"WRONG {setting}: a difference of {error:.1e}")
-
-    def tune(records: dict[str, Any]) -> None:
-        records["tuned"] = tune_blocks(TUNED_TOKENS, BATCHES[TUNED_TOKENS], dtype, arguments.rounds, device)
-
-    def copy(records: dict[str, Any]) -> None:
-        records["copy_bytes_per_second"] = copy_bandwidth(device, arguments.copy_bytes)
-
-    def measuring(tokens: int, part: str, train: bool) -> Step:
-        batch = arguments.batch or BATCHES.get(tokens, 8)
-
-        def run(records: dict[str, Any]) -> None:
-            names, rounds = arguments.contenders, arguments.rounds
-            records["rows"] += operators(tokens, batch, part, train, names, dtype, rounds, device)
-
-        return run
-
-    for name in dict.fromkeys(("float32", arguments.dtype)):
-        found[f"check {name}"] = checking(name)
-    if device.type == "cuda":
-        found["check CUDA graphs"] = graphs
-        found["tune"] = tune
-    found["copy"] = copy
-    for train in (False, True):
-        for tokens in arguments.tokens:
-            for part in PARTS:
-                pass_name = "forward+backward" if train else "forward"
-                found[f"{part}, {tokens}, {pass_name}"] = measuring(tokens, part, train)
-    if arguments.models:
-        found["models"] = lambda records: records["rows"].extend(models(arguments.rounds, dtype, device))
-    return found
-
-
-class WrongError(RuntimeError):
-    """A kernel gives something else than `reference`: nothing is timed then."""
-
-
-def tune_blocks(
-    tokens: int, batch: int, dtype: torch.dtype, rounds: int, device: torch.device
-) -> dict[str, dict[str, Any]]:
+def tune_blocks(session: Session) -> dict[str, dict[str, Any]]:
     """Try sizes of a block on one call of each kernel, and keep the fastest in the user's table."""
-    from hf_sparseprior.kernels import triton_sizes
-    from tasks.benchmark import gpu_tune
-
+    arguments, device, tokens = session.arguments, session.device, TUNED_TOKENS
     plans = {"diagonal": make_plan(FIBOTTENTION, None, tokens), "decayed": make_plan("dense", "violin", tokens)}
-    inputs = make_inputs(batch, tokens, dtype, device)
+    inputs = make_inputs(BATCHES[tokens], tokens, getattr(torch, arguments.dtype), device)
+
+    def seconds(set_ups: Mapping[str, SetUp]) -> dict[str, dict[str, Any]]:
+        ready = {name: any_error(set_up) for name, set_up in set_ups.items()}
+        found = measure(ready, device, arguments.seconds, arguments.rounds, {})
+        return {n: {"median": spread(x["seconds"])["median"]} if "seconds" in x else x for n, x in found.items()}
+
     found = {}
     for kernel in triton_sizes.KERNELS:
         family, direction = kernel.split("_")
-        run = contender("triton", plans[family], inputs, direction == "backward")()
-        found[kernel] = gpu_tune.fastest(kernel, inputs[0], run, lambda calls: measure(calls, rounds, device))
+        run = triton_call(plans[family], inputs, direction == "backward")
+        found[kernel] = gpu_tune.fastest(kernel, inputs[0], run, seconds)
     chosen = {result["key"]: result["chosen"] for result in found.values() if result["chosen"]}
     if chosen and (key := triton_sizes.device_key(device)):
         print(f"block sizes: {triton_sizes.keep_tuned(key, chosen)}")
     return found
 
 
-def open_records(out: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The records of a folder so far, or new ones.
+# ---- the entry ------------------------------------------------------------------------------------------------------
+
+
+class Gpu(Benchmark):
+    """The entry."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """--tokens."""
+        report.check_positive(rounds=arguments.rounds)
+        arguments.tokens = arguments.tokens or list(BATCHES)
+        for tokens in arguments.tokens:
+            if tokens < 1 or int(tokens**0.5) ** 2 != tokens:
+                raise ValueError(f"--tokens {tokens} must be a square number, 1 or more")
+
+    def instead(self, arguments: argparse.Namespace) -> Callable[[], None] | None:
+        """--count."""
+        if not arguments.count:
+            return None
+        arguments.tokens = arguments.tokens or list(COUNTED_TOKENS)
+        self.check(arguments)
+        return partial(count_only, arguments)
+
+    def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
+        """Checks, sizes of blocks, the copy, operators, models. Forward passes come first: targets are about them."""
+        smallest = min(arguments.tokens)
+        size = {"tokens": smallest, "batch": 2, "pass": BOTH}
+        for dtype in dict.fromkeys(("float32", arguments.dtype)):
+            yield [{"part": f"{CHECK} {dtype}", **size, "contender": "triton"}]
+        if arguments.device == "cuda":
+            yield from ([{"part": part, **size, "contender": "triton"}] for part in (GRAPHS, TUNE))
+        yield [{"part": COPY, "tokens": 0, "batch": 1, "pass": FORWARD, "contender": COPY}]
+        for key in (FORWARD, BOTH):
+            for tokens in arguments.tokens:
+                for part, (_, decay) in PARTS.items():
+                    size = {"tokens": tokens, "batch": arguments.batch or BATCHES.get(tokens, 8), "pass": key}
+                    names = fitting(arguments.contenders, decay, tokens)
+                    yield [{"part": part, **size, "contender": name} for name in names]
+        for preset, pixels, images, _, passes in MODELS if arguments.models else ():
+            for key in passes:
+                size = {"tokens": (pixels // 16) ** 2, "batch": images, "pass": key}
+                yield [{"part": f"{preset} {pixels} px", **size, "contender": name} for name in (DENSE, "triton")]
+
+    def measure(self, cases: list[Case], session: Session) -> list[Case]:
+        """A step; one that fails leaves the reason.
+
+        Raises:
+            WrongOutput: for a kernel that gives something else than `reference`.
+        """
+        try:
+            found = self.step(cases, session)
+        except WrongOutput:
+            raise
+        except Exception as error:  # which step failed and why is part of the result
+            return [{**case, "failed": error_text(error)} for case in cases]
+        if session.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def step(self, cases: list[Case], session: Session) -> list[Case]:
+        """`measure`, with its errors."""
+        arguments, (case, *_) = session.arguments, cases
+        part, tokens, batch, trains = case["part"], case["tokens"], case["batch"], case["pass"] != FORWARD
+        if part.startswith(CHECK):
+            name = part.removeprefix(f"{CHECK} ")
+            return [{**case, "checked": right(check(tokens, getattr(torch, name), session.device), TOLERANCE[name])}]
+        if part == GRAPHS:
+            return [
+                {**case, "checked": right(check_graph(tokens, report.dtype_of(arguments.dtype), session.device), 0.0)}
+            ]
+        if part == TUNE:
+            return [{**case, "tuned": tune_blocks(session)}]
+        if part == COPY:
+            source = torch.empty(arguments.copy_bytes, dtype=torch.uint8, device=session.device).random_(256)
+            target = torch.empty_like(source)
+            seconds = interleave({COPY: lambda: target.copy_(source)}, session.device, arguments.seconds, 9)[COPY]
+            return [{**case, "bytes": 2 * arguments.copy_bytes, "seconds": seconds}]
+        if part in PARTS:
+            support, decay = PARTS[part]
+            dtype = report.dtype_of(arguments.dtype)
+            setting = Setting(HEADS, WIDTH, support, decay, PREFIX, dtype, device=session.device)
+            known = contenders()
+            set_ups = {own["contender"]: operator(known[own["contender"]], setting, Size(tokens, batch), trains)
+                       for own in cases}  # fmt: skip
+            size = 4 * batch * (tokens + PREFIX) * HEADS * WIDTH * dtype.itemsize
+            return [{**own, "bytes": size} for own in session.in_turns(cases, set_ups)]
+        preset, pixels, images, prior, _ = next(own for own in MODELS if part == f"{own[0]} {own[1]} px")
+        trains = case["pass"] == "training step"
+        priors = {DENSE: "dense", "triton": prior}
+        set_ups = {name: model_call(preset, own, pixels, images, trains, arguments) for name, own in priors.items()}
+        return session.in_turns(cases, set_ups)
+
+    def complete_all(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Forward passes in copies."""
+        copy = next((row for row in rows if row["part"] == COPY and "seconds" in row), None)
+        if copy is None:
+            return
+        for row in rows:
+            if row["part"] in PARTS and row["pass"] == FORWARD and "seconds" in row:
+                bound = row["records"][0]["bytes"] * copy["seconds"]["median"] / copy["records"][0]["bytes"]
+                row["times"][COPY] = {key: row["seconds"][key] / bound for key in ("median", "lower", "upper")}
+
+    def targets(self, settings: Mapping[str, Any]) -> Iterable[Target]:
+        """Of copies, and of VIOLIN next to flash attention."""
+        for tokens in BATCHES:
+            where = {"pass": FORWARD, "tokens": tokens}
+            if COPIES_FROM <= tokens <= COPIES_TO:
+                yield Target({"part": "fibottention", **where}, COPY, COPIES, among=("triton",))
+            yield Target({"part": "violin", **where}, DENSE, DENSE_TIMES, among=("triton",))
+
+    def notes(self, rows: Sequence[Row], records: Sequence[Case], settings: Mapping[str, Any]) -> str:
+        """What was checked and tuned, and Fibottention next to the fastest window."""
+        lines = [
+            f"{own['part']}, {what}: {value:.1e}" for own in records for what, value in own.get("checked", {}).items()
+        ]
+        for own in records:
+            for kernel, found in own.get("tuned", {}).items():
+                lines.append(f"{kernel}: {found['chosen'] or 'default'} of {found['tried']}")
+        medians = {(row["tokens"], row["contender"]): row["seconds"]["median"] for row in rows
+                   if "seconds" in row and (row["part"], row["pass"]) == ("fibottention", FORWARD)}  # fmt: skip
+        for tokens in sorted({size for size, name in medians if name == "triton"}):
+            if windows := [medians[tokens, name] for name in WINDOWS if (tokens, name) in medians]:
+                ratio = medians[tokens, "triton"] / min(windows)
+                lines.append(f"Fibottention over the fastest window of equal width, {tokens} patches: {ratio:.2f}, "
+                             f"{'met' if ratio < 1 else 'MISSED'} (below 1)")  # fmt: skip
+        return "\n".join(f"- {line}" for line in lines)
+
+
+def right(found: dict[str, float], tolerance: float) -> dict[str, float]:
+    """Differences, none above the tolerance.
 
     Raises:
-        ValueError: if they are of another GPU, torch, dtype or shape.
+        WrongOutput: if one is.
     """
-    path = out / RECORDS
-    records = read_json_object(path) if path.exists() else {}
-    pairs = [(key, records.get(key), about[key]) for key in SAME]
-    different = [f"{key}: {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
-    if records and different:
-        raise ValueError(f"{path} has other measurements ({'; '.join(different)}); choose another --out")
-    new = {"task": "benchmark", "checked": {}, "done": [], "failed": {}, "rows": [], **environment()}
-    return records or {**about, **new}
+    for what, error in found.items():
+        if not error <= tolerance:
+            raise WrongOutput(f"WRONG {what}: relative difference {error:.1e}")
+    return found
 
 
-def write(out: Path, records: dict[str, Any]) -> None:
-    """Everything of a folder that follows from its records and from what was counted."""
-    if records:
-        gpu_report.add_ratios(records["rows"], records.get("copy_bytes_per_second", 0.0))
-        write_results(out / RECORDS, records)
-        gpu_report.draw_measured(records["rows"], out / "measured.png")
-    counted = read_json_object(out / COUNTED)["cases"] if (out / COUNTED).exists() else []
-    write_text(out / TEXT, gpu_report.results_text(records, counted))
-
-
-def benchmark(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Check, tune, measure, draw, write, within the budget; a later call does what is left."""
-    began, out = time.monotonic(), arguments.out
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: numbers without meaning"
-    about = {
-        "hardware_name": name, "torch": torch.__version__, "heads": HEADS, "width": WIDTH,
-        **{key: getattr(arguments, key) for key in OPTIONS}, "command": command_line(),
-    }  # fmt: skip
-    records = open_records(out, about)
-    print(f"{name}, torch {torch.__version__}, {arguments.dtype}\n{about['command']}")
-    for step, run in steps(arguments, device).items():
-        if step in records["done"]:
-            continue
-        if time.monotonic() - began > arguments.budget:
-            print(f"--budget {arguments.budget:g} s are over; the same command goes on with: {step}")
-            return 3
-        try:
-            run(records)
-        except WrongError as error:
-            print(error, file=sys.stderr)
-            return 1
-        except Exception as error:  # as of a contender: which step failed and why is part of the result
-            records["failed"][step] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-        records["done"].append(step)
-        write(out, records)
-        print(f"{time.monotonic() - began:5.0f} s  {step}  {records['failed'].get(step, '')}", flush=True)
-    print(gpu_report.measured_table(records["rows"]))
-    print(out / TEXT)
-    return 0
-
-
-# ---- command --------------------------------------------------------------------------------------------------------
-
-
-def count_only(arguments: argparse.Namespace) -> int:
+def count_only(arguments: argparse.Namespace) -> None:
     """Count, draw and write; no GPU is needed.
 
     Raises:
@@ -500,51 +399,18 @@ def count_only(arguments: argparse.Namespace) -> int:
         cases = gpu_count.count(arguments.cases, arguments.tokens, arguments.dtype)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    counted = {"command": command_line(), "cases": cases, **environment()}
-    write_results(arguments.out / COUNTED, counted)
+    write_results(arguments.out / "counted.json", {"command": command_line(), "cases": cases, **environment()})
     gpu_report.draw_counted(cases, arguments.out / "counted.png")
-    path = arguments.out / RECORDS
-    write(arguments.out, read_json_object(path) if path.exists() else {})
-    print(gpu_report.counted_tables(cases))
-    print(arguments.out / TEXT)
-    return 0
+    text = gpu_report.counted_text(cases)
+    write_text(arguments.out / "counted.md", text)
+    print(f"{text}\n{arguments.out / 'counted.md'}")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Arguments of the command line, checked."""
-    parser = commands.gpu()
-    arguments = parser.parse_args(argv)
-    arguments.tokens = arguments.tokens or list(COUNTED_TOKENS if arguments.count else BATCHES)
-    for tokens in arguments.tokens:
-        if tokens < 1 or int(tokens**0.5) ** 2 != tokens:
-            parser.error(f"--tokens {tokens} must be a square number, 1 or more")
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be 1 or more")
-    return arguments
-
-
-def run(arguments: argparse.Namespace, device: str) -> int:
-    """Count, or check, tune and measure, in a folder that no other process writes.
-
-    Raises:
-        ValueError: without a CUDA device and without --count, or if another process writes there.
-    """
-    if device == "cuda" and not arguments.count and not torch.cuda.is_available():
-        raise ValueError(f"needs a CUDA GPU, and torch {torch.__version__} finds none here; --count needs none")
-    with sole_use(arguments.out):
-        return count_only(arguments) if arguments.count else benchmark(arguments, torch.device(device))
-
-
-def main(argv: list[str] | None = None, device: str = "cuda") -> int:
-    """Command line: 0; 1 for a wrong kernel, 3 when the budget is over; else as of `run_command`."""
-    arguments, status = parse(argv), 0
-
-    def work() -> None:
-        nonlocal status
-        status = run(arguments, device)
-
-    return run_command(PROGRAM, work, "after the last finished step") or status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Gpu(
+    name="gpu",
+    keys=("part", "tokens", "batch", "pass", "contender"),
+    same=("batch", "contenders", "copy_bytes"),
+    bases=(DENSE,),
+    size="tokens",
+    columns={"copies": lambda row: report.ratio_text(row["times"].get(COPY))},
+)

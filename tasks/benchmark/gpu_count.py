@@ -1,4 +1,4 @@
-"""What the Triton kernels need, counted without a GPU: python -m tasks.benchmark.gpu --count
+"""What the Triton kernels need, counted without a GPU: python -m tasks.benchmark gpu --count
 
 Nothing here is a time. Each case is one layer's attention, forward and backward, of one image or more. It is looked at
 twice, in processes of their own:

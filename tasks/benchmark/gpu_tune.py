@@ -47,7 +47,7 @@ def fastest(
         kernel: one of `triton_sizes.KERNELS`.
         q: as the call has it; its dtype and width are what the result is for.
         run: the call.
-        seconds: times set-ups that take turns, as `gpu.measure` does.
+        seconds: times set-ups that take turns, as `gpu.tune_blocks` does.
 
     Returns:
         {"key", "tried": {"64 x 8": seconds or why not}, "chosen": sizes, or None for the default}.

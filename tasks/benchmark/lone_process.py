@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.training import StopRequest
-from tasks.benchmark.model import noted_choices
+from tasks.benchmark.model_contenders import first_choice, noted_choices
 from tasks.benchmark.timing import Memory, SetUp, measure_memory, seconds_per_call
 
 SHORTEST = 0.5  # seconds for which a process times calls, or one call
@@ -65,7 +65,7 @@ def measured_call(
         "first_call": before[0] + first,
         "memory": memory.kept + memory.call,
         "set_up": memory.set_up,
-        "ran": choices[0].partition(": ")[2].split(" (")[0] if choices else "",
+        "ran": first_choice(choices),
     }
 
 

@@ -1,4 +1,4 @@
-"""A batch of images of several sizes, in four ways: python -m tasks.benchmark.mixed_sizes
+"""A batch of images of several sizes, in four ways.
 
 packed      all of them in one sequence (hf_sparseprior.attention.packing)
 by size     a batch for each size that occurs
@@ -6,14 +6,15 @@ one by one  each image alone
 padded      as many images, all of the largest one's size: what padding costs without the mask that it needs
 
 `--kind shapes`: images have about `--patches` patches and aspect ratios from 1:2 to 2:1. `--kind scales`: square ones
-of an eighth of that number of patches up to it. Both are drawn evenly on a logarithmic scale. The ways take turns.
+of an eighth of that number of patches up to it. Both are drawn evenly on a logarithmic scale. The ways take turns. In
+float32 the packed logits are first compared with those of each image alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,15 +23,14 @@ from torch import Tensor
 from hf_sparseprior.attention.packing import read_images
 from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.models.base_config import as_pair
-from tasks.benchmark import commands, report
-from tasks.benchmark.model import preset_config
-from tasks.benchmark.timing import SetUp, measure
-from tasks.common.command import run_command
-from tasks.common.results import write_results
+from tasks.benchmark import report
+from tasks.benchmark.entry import Benchmark, Case, Session
+from tasks.benchmark.model_contenders import preset_config
+from tasks.benchmark.timing import SetUp
 
 PACKED, BY_SIZE, ALONE, PADDED = WAYS = ("packed", "by size", "one by one", "padded")
 MOST_ASPECT, MOST_SCALE = 2.0, 8.0
-PASSES = {False: "forward", True: "forward and backward"}
+PASSES = {"forward": False, "forward and backward": True}
 
 
 def draw_grids(kind: str, images: int, patches: int, seed: int) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ def draw_grids(kind: str, images: int, patches: int, seed: int) -> list[tuple[in
     return grids
 
 
-def set_ups(model: Any, images: list[Tensor], trains: bool) -> dict[str, SetUp]:
+def ways_of(model: Any, images: list[Tensor], trains: bool) -> dict[str, SetUp]:
     """What is timed, by name. A training pass sums the logits and has gradients for the weights."""
     groups, _ = read_images(images, model.config.num_channels, as_pair(model.config.patch_size))
     largest = max(images, key=lambda image: image.shape[1] * image.shape[2])
@@ -82,71 +82,48 @@ def check_equal(model: Any, images: list[Tensor]) -> float:
     return difference
 
 
-def measured(prior: str, trains: bool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`timing.measure` of a prior and a pass."""
-    dtype, device = report.machine_of(arguments)
-    torch.manual_seed(0)
-    config = preset_config(arguments.preset, 224, prior)
-    model = preset_family(arguments.preset).classifier(config).to(device, dtype).train(trains)
-    patch, grids = as_pair(config.patch_size), draw_grids(arguments.kind, arguments.images, arguments.patches, 0)
-    images = [
-        torch.randn(config.num_channels, height * patch[0], width * patch[1], device=device, dtype=dtype)
-        for height, width in grids
-    ]
-    difference = check_equal(model.eval(), images) if dtype == torch.float32 else None
-    own = set_ups(model.train(trains), images, trains)
-    result = measure(own, device, arguments.budget, arguments.rounds, (ALONE,), {})
-    tokens = [height * width for height, width in grids]
-    about = {
-        "images": len(images),
-        "sizes": len(set(grids)),
-        "patches": sum(tokens),
-        "padded": len(tokens) * max(tokens),
-    }
-    return {"prior": prior, "pass": PASSES[trains], **about, "difference": difference, **result}
+class MixedSizes(Benchmark):
+    """The entry."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """The preset and the priors."""
+        report.check_positive(**{name: getattr(arguments, name) for name in ("images", "patches", "rounds")})
+        family = preset_family(arguments.preset)
+        if family.title != "SparsePriorViT":
+            one = f"{family.title} takes images of one size, SparsePriorViT several"
+            raise ValueError(f"--preset {arguments.preset}: {one}")
+        for prior in arguments.priors:
+            preset_config(arguments.preset, 224, prior)
+
+    def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
+        """All ways of each prior and pass."""
+        for prior in arguments.priors:
+            for key in PASSES:
+                yield [{"prior": prior, "pass": key, "way": way} for way in WAYS]
+
+    def measure(self, cases: list[Case], session: Session) -> list[Case]:
+        """All ways in turns."""
+        arguments, prior, trains = session.arguments, cases[0]["prior"], PASSES[cases[0]["pass"]]
+        dtype = report.dtype_of(arguments.dtype)
+        torch.manual_seed(0)
+        config = preset_config(arguments.preset, 224, prior)
+        model = preset_family(arguments.preset).classifier(config).to(session.device, dtype)
+        patch, grids = as_pair(config.patch_size), draw_grids(arguments.kind, arguments.images, arguments.patches, 0)
+        images = [
+            torch.randn(config.num_channels, height * patch[0], width * patch[1], device=session.device, dtype=dtype)
+            for height, width in grids
+        ]
+        difference = check_equal(model.eval(), images) if dtype == torch.float32 else None
+        found = session.in_turns(cases, ways_of(model.train(trains), images, trains))
+        tokens = [height * width for height, width in grids]
+        about = {"sizes": len(set(grids)), "patches": sum(tokens), "padded": len(tokens) * max(tokens)}
+        return [{**own, **about, "difference": difference} for own in found]
 
 
-def row(entry: dict[str, Any]) -> list[str]:
-    """A line of the table: ms an image, and times over one by one."""
-    contenders, cells = entry["contenders"], [entry["prior"], entry["pass"], f"{entry['sizes']} in {entry['images']}"]
-    for name in WAYS:
-        seconds = contenders.get(name, {}).get("seconds")
-        cells.append(report.milliseconds(report.an_image(seconds, entry["images"])) if seconds else "-")
-    for name in (PACKED, BY_SIZE, PADDED):
-        ratio = contenders.get(name, {}).get(f"times_{ALONE}")
-        cells.append(f"{ratio['median']:.2f}" if ratio else "-")
-    return cells
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, print and write."""
-    report.check_file(arguments.out)
-    counts = {name: getattr(arguments, name) for name in ("images", "patches", "rounds", "budget")}
-    report.check_positive(**counts)
-    family = preset_family(arguments.preset)
-    if family.title != "SparsePriorViT":
-        raise ValueError(
-            f"--preset {arguments.preset}: {family.title} takes images of one size, SparsePriorViT several"
-        )
-    for prior in arguments.priors:
-        preset_config(arguments.preset, 224, prior)
-    report.machine_of(arguments)
-    results = report.provenance("mixed_sizes", arguments)
-    report.print_provenance(results)
-    results["entries"] = [measured(prior, trains, arguments) for prior in arguments.priors for trains in PASSES]
-    header = ["prior", "pass", "sizes", *(f"{way}, ms an image" for way in WAYS)]
-    header += [f"{way} / alone" for way in (PACKED, BY_SIZE, PADDED)]
-    print("\n" + report.text_table(header, [row(entry) for entry in results["entries"]]))
-    write_results(arguments.out, results)
-    print(f"\n{arguments.out}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    parser = commands.mixed_sizes()
-    arguments = parser.parse_args(argv)
-    return run_command(parser.prog, lambda: run(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = MixedSizes(
+    name="mixed_sizes",
+    keys=("prior", "pass", "way"),
+    same=("preset", "kind", "images", "patches"),
+    bases=(ALONE,),
+    columns={"sizes": lambda row: str(row["records"][0].get("sizes", "-"))},
+)

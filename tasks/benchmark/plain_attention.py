@@ -16,7 +16,7 @@ from hf_sparseprior.attention.choice import register_backend, unregister_backend
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.token_order import RASTER
-from tasks.benchmark.model import forced_backend
+from tasks.benchmark.model_contenders import forced_backend
 
 PLAIN = "plain_rows"
 ROWS = 256

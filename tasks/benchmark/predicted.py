@@ -1,33 +1,27 @@
-"""How well `explain --time` predicts: python -m tasks.benchmark.predicted
+"""How well `explain --time` predicts.
 
 For each model, prior, size and number of images, the cost is predicted from less deep models
-(`hf_sparseprior.analysis.predicted_cost`), and then the whole model is measured as `tasks.benchmark.model` does it.
+(`hf_sparseprior.analysis.predicted_cost`), and then the whole model is measured as `model` does it.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.predicted_cost import predicted_costs
-from hf_sparseprior.base.files import read_json_object, write_text
-from tasks.benchmark import commands, report
-from tasks.benchmark.model import PASSES, Benchmark, Contender, preset_config
-from tasks.common.command import run_command
-from tasks.common.results import write_results
-from tasks.common.tables import markdown_table
+from tasks.benchmark import report
+from tasks.benchmark.entry import Benchmark, Case, Row, Session
+from tasks.benchmark.model import PASSES
+from tasks.benchmark.model_contenders import Contender, ModelRun, preset_config
+from tasks.benchmark.timing import spread
 
-RECORDS, TABLE, PICTURE = "records.json", "table.md", "predicted.png"
-UNFINISHED = "unfinished"  # in records.json until the command is done: what is measured, by model
 TARGET = 15.0  # percent of what is measured
 
 
-def parse_model(text: str) -> tuple[str, str, int, int]:
-    """(preset, prior, pixels, images) of "vit_tiny violin 384x2".
+def parse_model(text: str) -> dict[str, Any]:
+    """Preset, prior, pixels and images of "vit_tiny violin 384x2".
 
     Raises:
         ValueError: if it is something else.
@@ -37,107 +31,71 @@ def parse_model(text: str) -> tuple[str, str, int, int]:
         raise ValueError(f"--models {text!r} must be PRESET PRIOR PIXELSxIMAGES, for example 'vit_tiny violin 384x2'")
     [(pixels, images)] = report.parse_sizes("--models", parts[2])
     preset_config(parts[0], pixels, parts[1])
-    return parts[0], parts[1], pixels, images
+    return {"preset": parts[0], "prior": parts[1], "pixels": pixels, "images": images}
 
 
-def compared(model: tuple[str, str, int, int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Predicted and measured seconds and bytes of both passes."""
-    preset, prior, pixels, images = model
-    dtype, device = report.machine_of(arguments)
-    costs = predicted_costs(preset_config(preset, pixels, prior), images, device, dtype)
-    benchmark = Benchmark(preset, {prior: Contender(prior, None)}, dtype, device, arguments.budget, arguments.rounds)
-    measured = benchmark.at(pixels, images)["passes"]
-    entries = []
-    for name in PASSES:
-        found = measured[name]["contenders"].get(prior)
-        if found is None or "seconds" not in found:
-            reason = measured[name]["left_out"].get(prior, "it has no time")
-            print(f"{preset} {prior} {pixels}x{images}, {PASSES[name]}: left out, {reason}", flush=True)
-            continue
-        own: dict[str, Any] = {"preset": preset, "prior": prior, "pixels": pixels, "images": images, "pass": name}
-        own |= {"predicted": costs[name].seconds, "measured": found["seconds"]["median"]}
-        own |= {"predicted_bytes": costs[name].bytes, "measured_bytes": found["memory"]["call"]}
-        own["error"] = 100 * (own["predicted"] / own["measured"] - 1)
-        own["error_bytes"] = 100 * (own["predicted_bytes"] / own["measured_bytes"] - 1)
-        entries.append(own)
-    return entries
+class Predicted(Benchmark):
+    """The entry."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """--models."""
+        report.check_positive(rounds=arguments.rounds)
+        for text in arguments.models:
+            parse_model(text)
+
+    def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
+        """Both passes of each model."""
+        return [[{**parse_model(text), "pass": key} for key in PASSES] for text in arguments.models]
+
+    def measure(self, cases: list[Case], session: Session) -> list[Case]:
+        """Predicted and measured seconds and bytes of both passes."""
+        preset, prior, pixels, images, _ = cases[0].values()
+        dtype, device = report.dtype_of(session.arguments.dtype), session.device
+        costs = predicted_costs(preset_config(preset, pixels, prior), images, device, dtype)
+        records = []
+        for case in cases:
+            run = ModelRun(preset, Contender(prior), pixels, images, dtype, device)
+            (found,) = session.in_turns([{"of": "whole"}], {"whole": run.set_up(case["pass"])})
+            if "failed" in found:
+                records.append({**case, "failed": found["failed"]})
+                continue
+            cost, seconds = costs[case["pass"]], spread(found["seconds"])["median"]
+            own = {"predicted": cost.seconds, "measured": seconds, "error": 100 * (cost.seconds / seconds - 1)}
+            called = found["memory"] - found["kept"]
+            own |= {"predicted_bytes": cost.bytes, "measured_bytes": called}
+            records.append({**case, **own, "error_bytes": 100 * (cost.bytes / called - 1)})
+        return records
+
+    def convert(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Of a file that has entries, or by model what an interrupted command measured."""
+        if "entries" in content:
+            content = {**content, "measured": content["entries"]}
+        elif "unfinished" in content:
+            content = {**content, "measured": [entry for own in content["unfinished"].values() for entry in own]}
+        return content
+
+    def notes(self, rows: Sequence[Row], records: Sequence[Case], settings: Mapping[str, Any]) -> str:
+        """How many predictions are good."""
+        within = sum(abs(record.get("error", float("inf"))) <= TARGET for record in records)
+        return f"{within} of {len(records)} times are predicted within {TARGET:g} %."
 
 
-def name_of(entry: Mapping[str, Any]) -> str:
-    """An entry in a cell of the table."""
-    return f"{entry['preset']} {entry['prior']}, {entry['pixels']} px x {entry['images']}, {entry['pass']}"
+def column(key: str, scale: float, form: str) -> Any:
+    """A cell of a number of the record."""
+    return lambda row: f"{scale * row['records'][0][key]:{form}}"
 
 
-def table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each model and pass."""
-    rows = [
-        [
-            name_of(entry),
-            *(f"{1e3 * entry[key]:.1f}" for key in ("predicted", "measured")),
-            f"{entry['error']:+.1f} %",
-            *(f"{entry[key] / 2**20:.1f}" for key in ("predicted_bytes", "measured_bytes")),
-            f"{entry['error_bytes']:+.1f} %",
-        ]
-        for entry in entries
-    ]
-    return markdown_table(["", "predicted, ms", "measured, ms", "", "predicted, MiB", "measured, MiB", ""], rows)
-
-
-def draw(entries: Sequence[Mapping[str, Any]], path: Path, heading: str) -> Path:
-    """Errors of the predicted times, with the target."""
-    figure, axes = pictures.pyplot().subplots(figsize=(8, 0.9 + 0.28 * len(entries)), layout="constrained")
-    axes.axvspan(-TARGET, TARGET, color="0.93")
-    axes.barh([name_of(entry) for entry in entries][::-1], [entry["error"] for entry in entries][::-1], color="#3182bd")
-    axes.axvline(0, color="0.4", linewidth=0.8)
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_xlabel("predicted time over measured, %")
-    axes.set_title(heading, fontsize=8)
-    return pictures.save(figure, path)
-
-
-def unfinished(path: Path, now: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """What the same command measured here, on this processor and with these versions, before it was interrupted."""
-    if not path.exists():
-        return {}
-    before = read_json_object(path)
-    same = all(before.get(key) == now[key] for key in ("settings", "versions", "hardware", "environment"))
-    return dict(before[UNFINISHED]) if same and UNFINISHED in before else {}
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Predict, measure, print and write."""
-    report.check_positive(rounds=arguments.rounds, budget=arguments.budget)
-    models = [parse_model(text) for text in arguments.models]
-    report.machine_of(arguments)
-    results = report.provenance("predicted", arguments)
-    report.print_provenance(results)
-    records = arguments.out / RECORDS
-    done = unfinished(records, results)
-    for number, model in enumerate(models, start=1):
-        key = " ".join(map(str, model))
-        if key not in done:
-            done[key] = compared(model, arguments)
-            write_results(records, {**results, UNFINISHED: done})
-        for entry in done[key]:
-            print(f"[{number}/{len(models)}] {name_of(entry)}: {entry['error']:+.1f} %", flush=True)
-    entries = [entry for own in done.values() for entry in own]
-    if not entries:
-        raise ValueError("nothing could be measured; the reasons are above")
-    within = sum(abs(entry["error"]) <= TARGET for entry in entries)
-    line = f"{within} of {len(entries)} times are predicted within {TARGET:g} %."
-    machine, text = report.machine(results, arguments.device), table(entries)
-    write_results(arguments.out / RECORDS, {**results, "entries": entries})
-    write_text(arguments.out / TABLE, f"{machine}, {arguments.dtype}. {line}\n\n{text}\n")
-    picture = draw(entries, arguments.out / PICTURE, f"{line}\n{machine}")
-    print(f"\n{text}\n\n{line}\n{arguments.out / TABLE}, {picture}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    parser = commands.predicted()
-    arguments = parser.parse_args(argv)
-    return run_command(parser.prog, lambda: run(arguments), goes_on="after the last model that was measured")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Predicted(
+    name="predicted",
+    keys=("preset", "prior", "pixels", "images", "pass"),
+    only_these_columns=True,
+    columns={
+        "predicted, ms": column("predicted", 1e3, ".1f"),
+        "measured, ms": column("measured", 1e3, ".1f"),
+        "over measured, %": column("error", 1, "+.1f"),
+        "predicted, MiB": column("predicted_bytes", 2**-20, ".1f"),
+        "measured, MiB": column("measured_bytes", 2**-20, ".1f"),
+        "memory, %": column("error_bytes", 1, "+.1f"),
+    },
+    bar=("predicted time over measured, %", lambda row: row["records"][0]["error"]),
+)

@@ -1,4 +1,4 @@
-"""Sparsifiner's prediction and the ways to attend to predicted keys: python -m tasks.benchmark.predictor
+"""Sparsifiner's prediction and the ways to attend to predicted keys.
 
 This shows whether a prediction pays. It times dense attention without one, the prediction itself, attention over its
 lists of keys (gathered, by the C++ kernel, and dense with a mask; these decide the crossovers of lists), and both
@@ -8,8 +8,7 @@ together as a layer does them, with the backend that it chooses.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,34 +20,36 @@ from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
-from tasks.benchmark import commands, report
-from tasks.benchmark.timing import SetUp, measure
-from tasks.common.command import run_command
-from tasks.common.results import write_results
+from tasks.benchmark import report
+from tasks.benchmark.commands import DENSE
+from tasks.benchmark.entry import Benchmark, Case, Session
+from tasks.benchmark.timing import SetUp
 
-DENSE, PREDICTION, GATHERED, COMPILED, MASKED = "dense", "prediction", "gather", "cpp", "sdpa with a mask"
-BOTH = "prediction and attention"
-WAYS = (DENSE, PREDICTION, GATHERED, COMPILED, MASKED, BOTH)
-PASSES = {False: "forward", True: "forward and backward"}
-
-
+PREDICTION, GATHERED, COMPILED, MASKED = "prediction", "gather", "cpp", "sdpa with a mask"
+TOGETHER = "prediction and attention"
 BACKENDS_OF = {GATHERED: "gather", COMPILED: "cpp", MASKED: "sdpa"}  # of the ways to attend to lists of keys
+FORWARD, BACKWARD = "forward", "forward and backward"
+# The prediction has no backward pass: no gradient flows from an attention to its predictor.
+WAYS = {FORWARD: (DENSE, *BACKENDS_OF, PREDICTION, TOGETHER), BACKWARD: (DENSE, *BACKENDS_OF)}
 
 
-def set_ups(
-    side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace
+def prior_of(keep_rate: float) -> dict[str, Any]:
+    """Sparsifiner at a keep rate."""
+    return {"predictor": {"name": "sparsifiner", "keep_rate": keep_rate}}
+
+
+def set_ups_of(
+    case: Case, arguments: argparse.Namespace
 ) -> tuple[dict[str, SetUp], dict[str, Callable[[], str | None]]]:
-    """What is timed on a grid of side x side patches and a class token, by name, and what says why it cannot be.
-
-    The prediction has no backward pass: no gradient flows from an attention to its predictor.
-    """
-    dtype, device = report.machine_of(arguments)
-    grid, heads, width = (side, side), arguments.heads, arguments.width
-    prior = resolve_prior({"predictor": {"name": "sparsifiner", "keep_rate": keep_rate}}, heads, grid)
-    layer = PriorAttention(heads, prior, head_dim=width).to(device)
-    predictor, plan = layer.predictor, layer.plan(grid, 1)
+    """What is timed on a grid of side x side patches and a class token, by name, and what says why it cannot be."""
+    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+    side, heads, width = case["side"], arguments.heads, arguments.width
+    trains = case["pass"] == BACKWARD
+    layer = PriorAttention(heads, resolve_prior(prior_of(case["keep_rate"]), heads, (side, side)), head_dim=width)
+    layer = layer.to(device)
+    predictor, plan = layer.predictor, layer.plan((side, side), 1)
     assert predictor is not None
-    shape = (3, batch, heads, side * side + 1, width)
+    shape = (3, case["batch"], heads, side * side + 1, width)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     q, k, v = (tensor.detach().requires_grad_(trains) for tensor in drawn.unbind(0))
     request = AttentionRequest(q, k, v, plan)
@@ -68,62 +69,40 @@ def set_ups(
         timed[way] = passes(lambda backend=backend: run_plan(listed, backend=backend)[0])
     if not trains:
         timed[PREDICTION] = lambda: lambda: predictor(request)
-        timed[BOTH] = passes(lambda: layer.attend(request)[0])
+        timed[TOGETHER] = passes(lambda: layer.attend(request)[0])
     return timed, {way: partial(BACKENDS[backend].can_run, listed) for way, backend in BACKENDS_OF.items()}
 
 
-def measured(side: int, batch: int, keep_rate: float, trains: bool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`timing.measure` of one size, keep rate and pass."""
-    _, device = report.machine_of(arguments)
-    own, forecasts = set_ups(side, batch, keep_rate, trains, arguments)
-    result = measure(own, device, arguments.budget, arguments.rounds, (DENSE, MASKED), forecasts)
-    for name, reason in result["left_out"].items():
-        print(f"{side**2} x {batch}, {keep_rate:g}, {PASSES[trains]}: {name} is left out, {reason}")
-    return {"tokens": side**2, "batch": batch, "keep_rate": keep_rate, "pass": PASSES[trains], **result}
+class Predictor(Benchmark):
+    """The entry."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """Sizes and keep rates."""
+        report.check_positive(heads=arguments.heads, width=arguments.width)
+        report.parse_sizes("--sizes", arguments.sizes)
+        for rate in report.from_yaml("--keep-rates", f"[{arguments.keep_rates}]"):
+            if rate == 1:
+                raise ValueError("--keep-rates 1 must be below 1: at 1 attention is dense, and nothing is predicted")
+            resolve_prior(prior_of(rate), arguments.heads, (2, 2))
+
+    def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
+        """All ways of each size, keep rate and pass."""
+        for side, batch in report.parse_sizes("--sizes", arguments.sizes):
+            for rate in report.from_yaml("--keep-rates", f"[{arguments.keep_rates}]"):
+                for key, ways in WAYS.items():
+                    size = {"side": side, "batch": batch, "keep_rate": rate, "pass": key}
+                    yield [{**size, "contender": way} for way in ways]
+
+    def measure(self, cases: list[Case], session: Session) -> list[Case]:
+        """All ways in turns."""
+        set_ups, forecasts = set_ups_of(cases[0], session.arguments)
+        return session.in_turns(cases, set_ups, {}, forecasts)
 
 
-def row(entry: dict[str, Any]) -> list[str]:
-    """A line of the table."""
-    contenders = entry["contenders"]
-    cells = [f"{entry['tokens']} x {entry['batch']}", f"{entry['keep_rate']:g}", entry["pass"]]
-    for name in WAYS:
-        cells.append(report.milliseconds(contenders[name]["seconds"]) if name in contenders else "-")
-    for name, other in (*((name, MASKED) for name in (GATHERED, COMPILED)), (BOTH, DENSE)):
-        cells.append(f"{contenders[name][f'times_{other}']['median']:.2f}" if name in contenders else "-")
-    return cells
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, print and write."""
-    report.check_file(arguments.out)
-    report.check_positive(
-        heads=arguments.heads, width=arguments.width, rounds=arguments.rounds, budget=arguments.budget
-    )
-    sizes = report.parse_sizes("--sizes", arguments.sizes)
-    rates = report.from_yaml("--keep-rates", f"[{arguments.keep_rates}]")
-    for rate in rates:
-        if rate == 1:
-            raise ValueError("--keep-rates 1 must be below 1: at 1 attention is dense, and nothing is predicted")
-        resolve_prior({"predictor": {"name": "sparsifiner", "keep_rate": rate}}, arguments.heads, (2, 2))
-    report.machine_of(arguments)
-    results = report.provenance("predictor", arguments)
-    report.print_provenance(results)
-    results["entries"] = [
-        measured(side, batch, rate, trains, arguments) for side, batch in sizes for rate in rates for trains in PASSES
-    ]
-    ratios = (*(f"{way} / mask" for way in (GATHERED, COMPILED)), "both / dense")
-    header = ["patches x images", "keep rate", "pass", *WAYS, *ratios]
-    print("\nmilliseconds, median (quartiles)\n" + report.text_table(header, [row(e) for e in results["entries"]]))
-    write_results(arguments.out, results)
-    print(f"\n{arguments.out}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    parser = commands.predictor()
-    arguments = parser.parse_args(argv)
-    return run_command(parser.prog, lambda: run(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Predictor(
+    name="predictor",
+    keys=("side", "batch", "keep_rate", "pass", "contender"),
+    same=("heads", "width"),
+    bases=(DENSE, MASKED),
+    size="side",
+)

@@ -1,92 +1,37 @@
-"""What the benchmarks print, write and draw."""
+"""What the benchmarks check, print, write and draw: one table and one picture for every entry."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+from hf_sparseprior.base.files import write_text
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.benchmark.commands import DTYPES
+from tasks.benchmark.timing import ratio_spread, spread
 from tasks.common.environment import command_line, environment
-from tasks.common.run_folder import check_place
+from tasks.common.tables import markdown_table
 
-BOUND_COLOUR = "#8a8a8a"
+if TYPE_CHECKING:
+    from tasks.benchmark.entry import Benchmark, Case, Row
+
 COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5f5f9e")
 # Environment variables that change times: of the C library, OpenMP and this library.
 VARIABLES = ("GLIBC_", "MALLOC_", "LD_PRELOAD", "OMP_", "KMP_", "GOMP_", "MKL_", "SPARSEPRIOR_")
 MARKERS = "s^vPX*<"
 
 
-def provenance(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What every results file of a benchmark starts with."""
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-    return {
-        **{"task": "benchmark", "benchmark": name, "command": command_line(), "settings": settings},
-        "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(VARIABLES)},
-        **environment(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
-def print_provenance(results: Mapping[str, Any]) -> None:
-    """Command, hardware and versions, and a warning if the machine is busy."""
-    hardware, versions = results["hardware"], results["versions"]
-    gpu = f", {hardware['gpu']}" if "gpu" in hardware else ""
-    variables = [f"{key}={shlex.quote(value)}" for key, value in results["environment"].items()]
-    print(" ".join([*variables, results["command"]]))
-    print(f"{hardware['cpu']}, {hardware['cpu_cores']} cores, {hardware['cpu_threads']} threads{gpu}")
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    if results["load_average"] > 0.5:
-        print(f"other programs are running: load average {results['load_average']:.1f}")
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, the first one to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = []
-    for row in (header, *rows):
-        cells = [
-            text.ljust(width) if number == 0 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def milliseconds(seconds: Mapping[str, float]) -> str:
-    """Median and quartiles: "1.23 (1.20-1.31)"."""
-    median, lower, upper = (_digits(1000 * seconds[key]) for key in ("median", "lower", "upper"))
-    return f"{median} ({lower}-{upper})"
-
-
-def megabytes(count: float) -> str:
-    """Bytes in units of 10^6."""
-    return _digits(count / 1e6)
-
-
-def _digits(value: float) -> str:
-    """Three significant digits without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def machine(results: Mapping[str, Any], device: str) -> str:
-    """The hardware in a few words."""
-    hardware = results["hardware"]
-    if device == "cuda":
-        return hardware["gpu"]
-    threads = hardware["cpu_threads"]
-    return f"{hardware['cpu']}, {threads} thread{'s' * (threads > 1)}"
+# ---- options --------------------------------------------------------------------------------------------------------
 
 
 def parse_sizes(flag: str, text: str) -> list[tuple[int, int]]:
@@ -111,45 +56,40 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0")
 
 
-def check_file(out: Path) -> None:
-    """Raise ValueError or OSError if results cannot be written into a file, before anything is measured."""
-    if out.is_dir():
-        raise ValueError(f"--out {out} is a folder; it must be a file, like {out / 'results.json'}")
-    check_place(out.parent, "--out")
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """In what an earlier measurement differs from this one, in words; "" if in nothing. `here` has what is compared."""
-    different = {key: (there.get(key), value) for key, value in here.items() if there.get(key) != value}
-    return "; ".join(f"{key}: {before!r} there, {now!r} here" for key, (before, now) in different.items())
-
-
-def machine_of(arguments: argparse.Namespace) -> tuple[torch.dtype, torch.device]:
-    """What `add_machine_arguments` asked for, checked; sets torch's threads and the allocator.
-
-    Raises:
-        ValueError: for a value that is not allowed.
-    """
+def check_machine(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for options of all entries that are not allowed."""
+    limits = ("rounds", "seconds", "memory_gib", "for_seconds", "threads")
+    given = {name: getattr(arguments, name) for name in limits}
+    check_positive(
+        **{name: value for name, value in given.items() if value is not None and (name, value) != ("rounds", 0)}
+    )
     if arguments.dtype not in DTYPES:
         raise ValueError(f"--dtype {arguments.dtype!r} must be one of {', '.join(DTYPES)}")
     if arguments.device not in ("cpu", "cuda"):
         raise ValueError(f"--device {arguments.device!r} must be cpu or cuda")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device 'cuda': there is no CUDA device")
-    set_cpu(arguments)
-    return getattr(torch, arguments.dtype), torch.device(arguments.device)
 
 
-def set_cpu(arguments: argparse.Namespace) -> None:
-    """Set torch's threads and the allocator as `add_cpu_arguments` asked for.
+def dtype_of(name: str) -> torch.dtype:
+    """A dtype by its name."""
+    return getattr(torch, name)
+
+
+def device_of(name: str) -> torch.device:
+    """A device by its name."""
+    return torch.device(name)
+
+
+def set_cpu(threads: int | None, keep_memory: bool) -> None:
+    """Set torch's threads and the allocator.
 
     Raises:
-        ValueError: for a value that is not allowed.
+        ValueError: if this C library keeps no memory.
     """
-    if arguments.threads is not None:
-        check_positive(threads=arguments.threads)
-        torch.set_num_threads(arguments.threads)
-    if arguments.keep_memory and not keep_freed_memory():
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if keep_memory and not keep_freed_memory():
         raise ValueError("--keep-memory: this C library has no such setting")
 
 
@@ -165,167 +105,330 @@ def from_yaml(flag: str, text: str) -> Any:
         raise ValueError(f"{flag} {text!r} must be a name or a dict in YAML: {str(error).splitlines()[0]}") from None
 
 
-def an_image(seconds: Mapping[str, float], batch: int) -> dict[str, float]:
-    """A spread of seconds a call as seconds an image."""
-    return {part: seconds[part] / batch for part in ("median", "lower", "upper")}
+# ---- provenance -----------------------------------------------------------------------------------------------------
+
+
+def provenance(name: str) -> dict[str, Any]:
+    """What every records file starts with."""
+    variables = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(VARIABLES)}
+    about = {"task": "benchmark", "benchmark": name, "command": command_line(), "environment": variables}
+    return {**about, **environment()}
+
+
+def print_provenance(results: Mapping[str, Any]) -> None:
+    """Command, hardware and versions, and a warning if the machine is busy."""
+    hardware, versions = results["hardware"], results["versions"]
+    gpu = f", {hardware['gpu']}" if "gpu" in hardware else ""
+    variables = [f"{key}={shlex.quote(value)}" for key, value in results["environment"].items()]
+    print(" ".join([*variables, results["command"]]))
+    print(f"{hardware['cpu']}, {hardware['cpu_cores']} cores, {hardware['cpu_threads']} threads{gpu}")
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"other programs are running: load average {load:.1f}")
+
+
+def machine(results: Mapping[str, Any], device: str) -> str:
+    """The hardware in a few words."""
+    hardware = results["hardware"]
+    if device == "cuda":
+        return hardware["gpu"]
+    threads = hardware["cpu_threads"]
+    return f"{hardware['cpu']}, {threads} thread{'s' * (threads > 1)}"
+
+
+# ---- table ----------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(seconds: Mapping[str, float]) -> str:
+    """Median and quartiles: "1.23 (1.20-1.31)"."""
+    median, lower, upper = (digits(1000 * seconds[key]) for key in ("median", "lower", "upper"))
+    return f"{median} ({lower}-{upper})"
+
+
+def megabytes(count: float) -> str:
+    """Bytes in units of 10^6."""
+    return digits(count / 1e6)
+
+
+def digits(value: float) -> str:
+    """Three significant digits without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def rounds_of(records: Iterable[Case]) -> dict[int, float]:
+    """Seconds by round, of the records of one case."""
+    found: dict[int, float] = {}
+    for record in records:
+        seconds = record.get("seconds", [])
+        if isinstance(seconds, list):
+            found |= dict(enumerate(seconds))
+        elif "failed" not in record:
+            found[record["round"]] = seconds
+    return found
+
+
+def summary(benchmark: Benchmark, records: Sequence[Case]) -> list[dict[str, Any]]:
+    """A row for each case, in the order of the records, those of a size together.
+
+    Returns:
+        The case's keys; "seconds", a spread; "times" and "memory_times", by base, the spread of ratios of the same
+        rounds, and the ratio; "memory", the largest one; "ran"; "failed", why a round was not measured; "records".
+    """
+    groups: dict[str, list[Case]] = {}
+    for record in records:
+        groups.setdefault(repr([record[key] for key in benchmark.keys]), []).append(record)
+    rows: dict[str, dict[str, Any]] = {}
+    for kind, own in groups.items():
+        row: dict[str, Any] = {key: own[0][key] for key in benchmark.keys} | {"keys": benchmark.keys, "records": own}
+        if failed := [record["failed"] for record in own if "failed" in record]:
+            row["failed"] = failed[0]
+        good = [record for record in own if "failed" not in record]
+        if seconds := rounds_of(own):
+            row["seconds"] = spread(list(seconds.values()))
+        if memory := [record["memory"] for record in good if "memory" in record]:
+            row["memory"] = max(memory)
+        row["ran"] = next((record["ran"] for record in good if record.get("ran")), "")
+        rows[kind] = row
+    for row in rows.values():
+        row["times"], row["memory_times"] = {}, {}
+        for base in benchmark.bases:
+            other = rows.get(repr([*(row[key] for key in benchmark.keys[:-1]), base]), {})
+            mine, theirs = rounds_of(row["records"]), rounds_of(other.get("records", []))
+            if both := [number for number in mine if number in theirs]:
+                row["times"][base] = ratio_spread([mine[n] for n in both], [theirs[n] for n in both])
+            if other.get("memory") and "memory" in row:
+                row["memory_times"][base] = row["memory"] / other["memory"]
+        benchmark.complete(row)
+    benchmark.complete_all(list(rows.values()))
+    places = {repr([row[key] for key in benchmark.keys[:-1]]): n for n, row in reversed(list(enumerate(rows.values())))}
+    return sorted(rows.values(), key=lambda row: places[repr([row[key] for key in benchmark.keys[:-1]])])
+
+
+def ratio_text(ratio: Mapping[str, float] | None) -> str:
+    """Median and quartiles of a ratio: "0.34 (0.33-0.36)"; "-" if there is none."""
+    return f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})" if ratio else "-"
+
+
+def ratio_cell(ratio: float | None) -> str:
+    """A ratio without a spread."""
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def key_text(value: Any) -> str:
+    """A value of a case in a cell."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {part}" for key, part in value.items() if part is not None)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def said(benchmark: Benchmark, record: Case) -> str:
+    """A measurement in a line."""
+    name = " ".join(key_text(record[key]) for key in (*benchmark.keys, "round") if key in record)
+    if "failed" in record:
+        return f"{name}: {record['failed']}"
+    (row,) = summary(benchmark, [record])
+    cells = [
+        f"{column} {text}"
+        for column, text in cells_of(benchmark, row).items()
+        if text not in ("", "-") and not any(base in column for base in benchmark.bases)
+    ]
+    return f"{name}: {', '.join(cells)}"
+
+
+def cells_of(benchmark: Benchmark, row: Row) -> dict[str, str]:
+    """The cells of a row besides its keys, by column."""
+    own = {
+        name: cell(row) if "failed" not in row or "seconds" in row else "-" for name, cell in benchmark.columns.items()
+    }
+    if benchmark.only_these_columns:
+        return own
+    cells = {"ms (quartiles)": milliseconds(row["seconds"]) if "seconds" in row else "-"}
+    cells["rounds"] = str(row["seconds"]["rounds"]) if "seconds" in row else "-"
+    cells |= {f"times {base}": ratio_text(row["times"].get(base)) for base in benchmark.bases}
+    cells["MiB"] = f"{row['memory'] / 2**20:.1f}" if "memory" in row else "-"
+    for base in benchmark.bases[:1]:
+        cells[f"of {base}'s"] = ratio_cell(row["memory_times"].get(base))
+    return {**cells, **own, "ran on, or why not": row.get("failed", row["ran"])}
+
+
+def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """The summary as a Markdown table."""
+    cells = []
+    for row in rows:
+        own = cells_of(benchmark, row)
+        if benchmark.only_these_columns and "failed" in row:
+            own = {**dict.fromkeys(own, "-"), next(iter(own)): row["failed"]}
+        cells.append([*(key_text(row[key]) for key in benchmark.keys), *own.values()])
+    columns = [*benchmark.keys, *cells_of(benchmark, rows[0])]
+    return markdown_table(columns, cells)
+
+
+def targets_text(benchmark: Benchmark, rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
+    """The project's targets next to what was measured, for each row that one is for; "" if there are none."""
+    cells = []
+    for target in benchmark.targets(settings):
+        what = {"times": "time", "memory_times": "memory"}[target.value]
+        limit = f"at least {target.limit:g} times as fast as {target.base}"
+        limit = limit if target.faster else f"{what} at most {target.limit:.3g} times {target.base}"
+        reached = target.reached(rows)
+        cells += [
+            [limit, name, digits(value), "met" if target.is_met(value) else "MISSED"] for name, value in reached.items()
+        ]
+        if not reached:
+            cells.append(
+                [limit, " ".join(map(key_text, (*target.where.values(), *target.among[:1]))), "not measured", ""]
+            )
+    return markdown_table(["target", "for", "measured", ""], cells) if cells else ""
+
+
+def crossovers(benchmark: Benchmark, rows: Sequence[Row]) -> list[str]:
+    """From which size on each contender is faster than the first base, along straight lines in log-log: in words."""
+    lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    for row in rows if benchmark.size and benchmark.bases else ():
+        others = tuple(
+            row[key] for key in benchmark.keys if key != benchmark.size and not benchmark.goes_with_size(key)
+        )
+        if row[benchmark.keys[-1]] not in benchmark.bases and (ratio := row["times"].get(benchmark.bases[0])):
+            lines.setdefault(others, []).append((row[benchmark.size], ratio["median"]))
+    found = {others: place for others, line in lines.items() if (place := crossover(sorted(line))) is not None}
+    unit = f"{benchmark.size} on"
+    return [f"{', '.join(map(key_text, others))}: faster than {benchmark.bases[0]} from {place:.0f} {unit}"
+            for others, place in found.items()]  # fmt: skip
+
+
+def crossover(line: Sequence[tuple[int, float]]) -> float | None:
+    """The size from which a ratio, of ascending sizes, is below 1 for good.
+
+    None if it is below from the first size, or not below at the last.
+    """
+    if not line or line[-1][1] >= 1:
+        return None
+    for (size, ratio), (next_size, next_ratio) in reversed(list(pairwise(line))):
+        if ratio >= 1:
+            share = math.log(ratio) / (math.log(ratio) - math.log(next_ratio))
+            return math.exp(math.log(size) + share * (math.log(next_size) - math.log(size)))
+    return None
+
+
+def write_report(benchmark: Benchmark, out: Path, content: Mapping[str, Any]) -> None:
+    """OUT/table.md and OUT/picture.png of all measurements, and the table printed."""
+    records, settings = content["measured"], content["settings"]
+    rows = summary(benchmark, records)
+    threads = settings.get("threads") or content["hardware"]["cpu_threads"]
+    hardware = {**content["hardware"], "cpu_threads": threads}
+    where = machine({"hardware": hardware}, settings.get("device", "cpu"))
+    heading = ", ".join([benchmark.name, *([settings["dtype"]] if "dtype" in settings else []), where])
+    parts = [f"`{content['command']}`", table(benchmark, rows), targets_text(benchmark, rows, settings)]
+    parts += [benchmark.notes(rows, records, settings), "\n".join(f"- {line}" for line in crossovers(benchmark, rows))]
+    text = "\n\n".join(filter(None, parts))
+    write_text(out / "table.md", f"{heading}\n\n{text}\n")
+    picture = draw(benchmark, rows, out / f"{benchmark.name}.png", heading)
+    print(f"\n{text}\n\n{out / 'table.md'}, {picture}")
 
 
 # ---- picture --------------------------------------------------------------------------------------------------------
 
-LEGEND_INCHES = 2.1  # for a single entry
-LEGEND_INCHES_OF_LINE, LEGEND_INCHES_OF_LETTER = 0.6, 0.08  # of size 9
-RING = "faster than dense from here on"
-Line = list[tuple[int, dict[str, float]]]
 
-
-@dataclass
-class Panel:
-    """Time over size.
-
-    lines: name to (size, spread of seconds). base: the line that others may cross. bound: the dashed line that nothing
-    should beat. best: the line that stands out, if any. remark: a second line of the title.
-    """
-
-    title: str
-    lines: dict[str, Line]
-    base: str
-    bound: str
-    best: str | None = None
-    remark: str = ""
-
-    def crossovers(self) -> dict[str, tuple[float, float]]:
-        """Where each line falls below the base for good, if it does: (size, seconds)."""
-        base = self.lines.get(self.base, [])
-        others = {name: line for name, line in self.lines.items() if name not in (self.base, self.bound)}
-        return {name: place for name, line in others.items() if (place := crossover(line, base)) is not None}
-
-
-def crossover(line: Line, base: Line) -> tuple[float, float] | None:
-    """(size, seconds) where `line` falls below `base` for good, along straight lines in log-log between measured sizes.
-
-    None if it is below from the first size that both have, or not below at the last.
-    """
-    base_at = {size: seconds["median"] for size, seconds in base}
-    points = [
-        (np.log(size), np.log(seconds["median"]), np.log(base_at[size])) for size, seconds in line if size in base_at
-    ]
-    if not points or points[-1][1] >= points[-1][2]:
-        return None
-    for (x0, y0, base0), (x1, y1, base1) in reversed(list(pairwise(points))):
-        if y0 >= base0:
-            share = (y0 - base0) / ((y0 - base0) - (y1 - base1))
-            return float(np.exp(x0 + share * (x1 - x0))), float(np.exp(y0 + share * (y1 - y0)))
-    return None
-
-
-def crossover_text(name: str, line: Line, base: Line, unit: str) -> str:
-    """From which size on a line is below the base, in words."""
-    base_at = {size: seconds["median"] for size, seconds in base}
-    shared = [(size, seconds["median"]) for size, seconds in line if size in base_at]
-    if not shared:
-        return ""
-    if (crossing := crossover(line, base)) is not None:
-        return f"{name} is faster than dense from {crossing[0]:.0f} {unit} on"
-    if shared[-1][1] < base_at[shared[-1][0]]:
-        return f"{name} is faster than dense wherever both ran"
-    return f"{name} is not faster than dense at {shared[-1][0]} {unit}"
-
-
-def draw_times(panels: Sequence[Sequence[Panel]], path: Path, heading: str, xlabel: str) -> Path:
-    """Rows of panels, both axes logarithmic: quartiles as a band, the bound dashed, crossovers with the base ringed."""
+def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path, heading: str) -> Path:
+    """A line for each contender over the size, a panel for each of the other keys; or, without a size, bars."""
+    if not benchmark.size:
+        return draw_bars(benchmark, rows, path, heading)
     plt = pyplot()
-    rows, columns = len(panels), max(len(row) for row in panels)
+    others = [key for key in benchmark.keys[:-1] if key != benchmark.size and not benchmark.goes_with_size(key)]
+    panels = list(dict.fromkeys(tuple(row[key] for key in others) for row in rows))
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(4.6 * columns + 0.8, 3.9 * rows + 1.2), squeeze=False, layout="constrained", sharex=True
+        *(lines, columns),
+        figsize=(4.2 * columns + 0.8, 3.6 * lines + 1.4),
+        **{"layout": "constrained", "squeeze": False, "sharex": True},
     )
-    flat = [panel for row in panels for panel in row]
-    styles = _styles(flat)
+    styles = line_styles(benchmark, rows)
     handles: dict[str, Any] = {}
-    for axis, panel in zip(axes.flat, flat, strict=True):
-        handles |= _draw_panel(axis, panel, styles)
-    for axis in axes[-1]:
-        axis.set_xlabel(xlabel)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        own = [row for row in rows if tuple(row[key] for key in others) == panel]
+        for name in dict.fromkeys(key_text(row[benchmark.keys[-1]]) for row in own):
+            points = [row for row in own if key_text(row[benchmark.keys[-1]]) == name]
+            handles |= draw_line(axis, benchmark, points, {**styles[name], "label": name})
+        axis.set_title(", ".join(map(key_text, panel)), fontsize=10)
+        label_axes(axis, sorted({row[benchmark.size] for row in own}))
+        axis.set_xlabel(benchmark.size)
     for axis in axes[:, 0]:
-        axis.set_ylabel("ms an image")
-    figure.suptitle(heading, fontsize=11)
-    names = [name for name in (*styles, RING) if name in handles]
-    widest = max(LEGEND_INCHES, LEGEND_INCHES_OF_LINE + LEGEND_INCHES_OF_LETTER * max(map(len, names), default=0))
-    columns = max(1, int(figure.get_figwidth() // widest))
+        axis.set_ylabel(f"times {benchmark.bases[0]}" if benchmark.by_base and benchmark.bases else "ms a call")
+    figure.suptitle(heading, fontsize=10)
+    columns = max(1, int(figure.get_figwidth() // 2.4))
     figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
     return save(figure, path)
 
 
-def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
-    """How each line is drawn, the same in every panel."""
+def line_styles(benchmark: Benchmark, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """How each contender is drawn: the base black, the others by colour and marker."""
+    names = list(dict.fromkeys(key_text(row[benchmark.keys[-1]]) for row in rows))
     styles: dict[str, dict[str, Any]] = {}
-    names = dict.fromkeys(name for panel in panels for name in panel.lines)
-    others = ((COLOURS[n % len(COLOURS)], MARKERS[(n + n // len(COLOURS)) % len(MARKERS)]) for n in count())
+    others = [name for name in names if name not in benchmark.bases]
     for name in names:
-        if any(name == panel.bound for panel in panels):
-            styles[name] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.4, "zorder": 1}
-        elif any(name == panel.base for panel in panels):
-            styles[name] = {"color": INK, "marker": "o", "linewidth": 2.2, "zorder": 3}
-        elif any(name == panel.best for panel in panels):
-            styles[name] = {"color": ACCENT, "marker": "D", "linewidth": 2.2, "zorder": 3}
-        else:
-            colour, marker = next(others)
-            styles[name] = {"color": colour, "marker": marker, "linewidth": 1.3, "zorder": 2}
+        if name in benchmark.bases:
+            first = name == benchmark.bases[0]
+            styles[name] = {"color": INK if first else "#8a8a8a", "linestyle": "-" if first else "--", "marker": "o"}
+            continue
+        number = others.index(name)
+        colour = ([ACCENT, *COLOURS] * (number + 1))[number]
+        styles[name] = {"color": colour, "marker": MARKERS[(number + number // (len(COLOURS) + 1)) % len(MARKERS)]}
     return styles
 
 
-def _draw_panel(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    handles = {}
-    for name, points in panel.lines.items():
-        sizes = [size for size, _ in points]
-        median, lower, upper = ([1000 * seconds[key] for _, seconds in points] for key in ("median", "lower", "upper"))
-        (handles[name],) = axis.plot(sizes, median, markersize=4.5, **styles[name])
-        axis.fill_between(sizes, lower, upper, color=styles[name]["color"], alpha=0.18, linewidth=0)
-    handles |= _mark_crossovers(axis, panel, styles)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    sizes = sorted({size for points in panel.lines.values() for size, _ in points})
-    axis.set_xticks(sizes, [str(size) for size in sizes])
-    axis.xaxis.set_minor_locator(pyplot().NullLocator())
-    label_numbers(axis)
-    axis.set_title("\n".join(filter(None, (panel.title, panel.remark))), fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
-    return handles
+def draw_line(axis: Any, benchmark: Benchmark, rows: Sequence[Row], style: dict[str, Any]) -> dict[str, Any]:
+    """A contender's medians and quartiles; hollow where a call was predicted, not run."""
+    points = []
+    for row in rows:
+        value = row["times"].get(benchmark.bases[0]) if benchmark.by_base and benchmark.bases else row.get("seconds")
+        if value:
+            unit = 1 if benchmark.by_base and benchmark.bases else 1000
+            points.append((row[benchmark.size], *(unit * value[key] for key in ("median", "lower", "upper"))))
+    predicted = [(row[benchmark.size], 1000 * own["predicted"]["seconds"]) for row in rows for own in row["records"]
+                 if "failed" in own and own.get("predicted") and not benchmark.by_base]  # fmt: skip
+    if predicted:
+        axis.plot(
+            *zip(*sorted(predicted), strict=True), **{**style, "linestyle": ":", "fillstyle": "none", "label": None}
+        )
+    if not points:
+        return {}
+    sizes, median, lower, upper = zip(*sorted(points), strict=True)
+    (line,) = axis.plot(sizes, median, markersize=4.5, linewidth=1.5, **style)
+    axis.fill_between(sizes, lower, upper, color=style["color"], alpha=0.18, linewidth=0)
+    return {style["label"]: line}
 
 
-def label_numbers(axis: Any) -> None:
-    """Plain numbers on a logarithmic y axis: powers of ten, and 2 and 5 between them where these are few."""
+def label_axes(axis: Any, sizes: Sequence[int]) -> None:
+    """Both axes logarithmic, with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    if axis.get_yscale() != "log":  # it has no lines
-        return
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_xscale("log")
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.xaxis.set_minor_locator(pyplot().NullLocator())
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    if axis.lines:
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _mark_crossovers(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    from matplotlib.patheffects import withStroke
-
-    handles = {}
-    found = sorted((*place, styles[name]["color"]) for name, place in panel.crossovers().items())
-    # The numbers of neighbours on the same line go to one side of it and the other by turns.
-    for number, (size, seconds, colour) in enumerate(found):
-        at = (size, 1000 * seconds)
-        axis.plot(*at, "o", markersize=10, fillstyle="none", color=colour, zorder=4)
-        (handles[RING],) = axis.plot([], [], "o", markersize=10, fillstyle="none", color=INK)
-        offset, side = ((-9, 7), "right") if number % 2 else ((9, -14), "left")
-        axis.annotate(
-            f"{size:.0f}",
-            at,
-            offset,
-            textcoords="offset points",
-            ha=side,
-            color=colour,
-            fontsize=9,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-        )
-    return handles
+def draw_bars(benchmark: Benchmark, rows: Sequence[Row], path: Path, heading: str) -> Path:
+    """A bar for each row that has a number."""
+    what, length = benchmark.bar or ("ms", lambda row: 1000 * row["seconds"]["median"])
+    shown = [
+        (", ".join(key_text(row[key]) for key in benchmark.keys), length(row)) for row in rows if "failed" not in row
+    ]
+    names, values = [name for name, value in shown if value is not None], [v for _, v in shown if v is not None]
+    figure, axes = pyplot().subplots(figsize=(8, 0.9 + 0.26 * len(names)), layout="constrained")
+    axes.barh(names[::-1], values[::-1], color=COLOURS[0])
+    axes.tick_params(axis="y", labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(what)
+    axes.set_title(heading, fontsize=8)
+    return save(figure, path)

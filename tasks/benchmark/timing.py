@@ -199,42 +199,35 @@ def measure(
     device: torch.device,
     budget: float,
     rounds: int,
-    bases: Sequence[str],
     forecasts: Mapping[str, Callable[[], str | None]],
-) -> dict[str, Any]:
-    """Time and memory of contenders at one size.
+) -> dict[str, dict[str, Any]]:
+    """Time and memory of contenders at one size, which take turns.
 
     Args:
         set_ups: contenders by name.
         device: where they run.
         budget: seconds for the rounds.
         rounds: rounds at most; 0 measures memory only.
-        bases: names of those that the others are compared with.
         forecasts: by name, a function that says why a contender would need too much, or None. A contender may have
             none.
 
     Returns:
-        {"contenders": {name: {"memory": ..., "seconds": spread, "times_BASE": spread of its time over the base's}},
-        "left_out": {name: reason}}.
+        {name: {"seconds": [of each round], "memory": what stays and the peak of a call, "kept": what stays, bytes}}, or
+        {name: {"failed": why not}}.
     """
     calls: dict[str, Call] = {}
-    contenders: dict[str, dict[str, Any]] = {}
-    left_out: dict[str, str] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, set_up in set_ups.items():
         try:
             reason = forecasts[name]() if name in forecasts else None
             if reason is None:
                 calls[name], memory = measure_memory(set_up, device)
-                contenders[name] = {"memory": {"kept": memory.kept, "call": memory.call}}
-        except (RuntimeError, MemoryError) as error:  # out of memory, not implemented on this device, a wrong output
+                found[name] = {"memory": memory.kept + memory.call, "kept": memory.kept}
+        except (RuntimeError, MemoryError) as error:  # no memory, not on this device, a wrong output
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if reason is not None:
-            left_out[name] = reason
-    seconds = interleave(calls, device, budget, rounds)
-    for name, values in seconds.items():
+            found[name] = {"failed": reason}
+    for name, values in interleave(calls, device, budget, rounds).items():
         if values:
-            contenders[name]["seconds"] = spread(values)
-            for base in bases:
-                if base in seconds:
-                    contenders[name][f"times_{base}"] = ratio_spread(values, seconds[base])
-    return {"contenders": contenders, "left_out": left_out}
+            found[name]["seconds"] = values
+    return found

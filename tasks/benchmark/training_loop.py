@@ -1,4 +1,4 @@
-"""What the training loop costs besides the model: python -m tasks.benchmark.training_loop --config FILE
+"""What the training loop costs besides the model.
 
 Steps of `SparsePriorTrainer` and of a bare PyTorch loop over the same model and the same tensors in memory take turns
 in one process. Both do the same work on a step: forward, backward, gradient clipping, AdamW, schedule.
@@ -6,10 +6,11 @@ in one process. Both do the same work on a step: forward, backward, gradient cli
 
 from __future__ import annotations
 
+import argparse
 import copy
-import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, get_scheduler
-from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.cli.command import USER_ERRORS, report_error
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import (
     DrawSampler,
@@ -28,13 +27,12 @@ from hf_sparseprior.training import (
     SparsePriorTrainer,
     SparsePriorTrainingArguments,
 )
-from tasks.benchmark import commands, report
+from tasks.benchmark.entry import Benchmark, Case, Session
 from tasks.benchmark.timing import turn_order
-from tasks.common.environment import command_line, environment
 from tasks.common.images.model import build_model
 from tasks.common.images.sections import load_image_config
-from tasks.common.results import write_results
 
+BARE, TRAINER = "bare", "trainer"
 CLASSES = [str(label) for label in range(10)]
 
 
@@ -117,8 +115,31 @@ NOT_IN_THE_BARE_LOOP = {
 }
 
 
-def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[str, Any]:
-    """Median seconds a step of both loops, and the Trainer's speed as a share of the bare loop's."""
+def measure_loops(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Median seconds a step of each round, of both loops in turns.
+
+    Raises:
+        ValueError: for a configuration with which the two would do different work.
+    """
+    section = section_of(config)
+    model = build_model(config["model"], CLASSES)
+    height, width = as_pair(model.config.image_size)
+    data = TensorImages(steps * section["per_device_train_batch_size"], model.config.num_channels, (height, width))
+    seconds: dict[str, list[float]] = {BARE: [], TRAINER: []}
+    for number in range(rounds):
+        loops = {BARE: bare_steps, TRAINER: trainer_steps}
+        for name in turn_order(list(loops), number):
+            own = loops[name](copy.deepcopy(model), data, copy.deepcopy(section), steps)
+            seconds[name].append(float(np.median(own)))
+    return seconds
+
+
+def section_of(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The configuration's section of the trainer, with nothing but steps to do.
+
+    Raises:
+        ValueError: for an option that the bare loop does not have.
+    """
     section = {
         **{key: value for key, value in config["trainer"].items() if not key.startswith(("num_train", "warmup"))},
         **{"disable_tqdm": True, "report_to": "none", "eval_strategy": "no", "save_strategy": "no"},
@@ -129,51 +150,34 @@ def measure(config: dict[str, dict[str, Any]], steps: int, rounds: int) -> dict[
     for key, without in NOT_IN_THE_BARE_LOOP.items():
         if (value := section.get(key)) not in (None, without):
             raise ValueError(f"trainer.{key}={value!r} is not in the bare loop, so the two would do different work")
-    model = build_model(config["model"], CLASSES)
-    height, width = as_pair(model.config.image_size)
-    data = TensorImages(steps * section["per_device_train_batch_size"], model.config.num_channels, (height, width))
-    seconds: dict[str, list[np.ndarray]] = {"bare": [], "trainer": []}
-    for number in range(rounds):
-        loops = {"bare": bare_steps, "trainer": trainer_steps}
-        for name in turn_order(list(loops), number):
-            seconds[name].append(loops[name](copy.deepcopy(model), data, copy.deepcopy(section), steps))
-            print(f"round {number + 1} of {rounds}, {name}: {1000 * np.median(seconds[name][-1]):.1f} ms a step")
-    medians = {name: float(np.median(np.concatenate(values))) for name, values in seconds.items()}
-    shares = [float(np.median(b) / np.median(t)) for b, t in zip(seconds["bare"], seconds["trainer"], strict=True)]
-    return {
-        "task": "benchmark",
-        "seconds_per_step": medians,
-        "share_of_bare_speed": float(np.median(shares)),
-        "share_of_each_round": shares,
-        "steps": steps,
-        "rounds": rounds,
-        "command": command_line(),
-        "config": config,
-        **environment(),
-    }
+    return section
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a bad value prints one line and returns 2."""
-    parser = commands.training_loop()
-    arguments = parser.parse_intermixed_args(argv)
-    if arguments.steps < 2 or arguments.rounds < 1:
-        parser.error(f"--steps {arguments.steps} must be 2 or more, --rounds {arguments.rounds} 1 or more")
-    transformers_logging.set_verbosity_error()
-    try:
-        report.check_file(arguments.out)
-        results = measure(load_image_config(arguments.config, arguments.overrides), arguments.steps, arguments.rounds)
-    except USER_ERRORS as error:
-        return report_error(parser.prog, error)
-    write_results(arguments.out, results)
-    medians, shares = results["seconds_per_step"], results["share_of_each_round"]
-    print(
-        f"bare loop {1000 * medians['bare']:.1f} ms a step, trainer {1000 * medians['trainer']:.1f} ms: "
-        f"{100 * results['share_of_bare_speed']:.1f} % of the bare loop's speed "
-        f"(rounds {100 * min(shares):.1f} to {100 * max(shares):.1f} %); {arguments.out}"
-    )
-    return 0
+class TrainingLoop(Benchmark):
+    """The entry."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """--steps and the configuration."""
+        if arguments.steps < 2 or arguments.rounds < 1:
+            raise ValueError(f"--steps {arguments.steps} must be 2 or more, --rounds {arguments.rounds} 1 or more")
+        section_of(load_image_config(arguments.config, arguments.set))
+
+    def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
+        """Both loops."""
+        return [[{"loop": BARE}, {"loop": TRAINER}]]
+
+    def measure(self, cases: list[Case], session: Session) -> list[Case]:
+        """In turns."""
+        arguments = session.arguments
+        config = load_image_config(arguments.config, arguments.set)
+        seconds = measure_loops(config, arguments.steps, arguments.rounds)
+        return [{**case, "seconds": seconds[case["loop"]]} for case in cases]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = TrainingLoop(
+    name="training_loop",
+    keys=("loop",),
+    machine=("threads", "keep_memory"),
+    same=("config", "set", "steps"),
+    bases=(BARE,),
+)

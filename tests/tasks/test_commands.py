@@ -23,7 +23,7 @@ from tests.processes import ROOT, Started
 # What the extras of tasks bring on top of `classification`, by the names under which it is imported.
 EXTRAS = {name for name, command in INSTALLS.items() if not re.search("classification|peft", command)}
 COMMANDS = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in (ROOT / "tasks").rglob("*.py")
     if re.search(r"^if __name__ == .__main__.:", path.read_text(), re.MULTILINE)
 )
@@ -88,7 +88,8 @@ def answers_without(hidden: set[str], calls: list[list[str]], file: str) -> None
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                status = importlib.import_module(name).main(arguments)
+                own = f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name
+                status = importlib.import_module(own).main(arguments)
             except SystemExit as end:
                 status = end.code
         answers.append((status, out.getvalue(), err.getvalue()))
@@ -206,7 +207,7 @@ def test_an_error_that_no_package_of_ours_causes_stays_as_it_is():
 def test_what_parsers_repeat_is_what_the_work_knows():
     """Parsers import nothing, so they have names and defaults of their own where what knows them imports torch."""
     from tasks.benchmark import commands as benchmark
-    from tasks.benchmark import gpu, gpu_count, window_contenders
+    from tasks.benchmark import gpu_count
     from tasks.benchmark.contenders_of_rivals import RIVALS
     from tasks.classification import commands as classification
     from tasks.classification.fetch_cifar10 import SOURCES
@@ -225,7 +226,6 @@ def test_what_parsers_repeat_is_what_the_work_knows():
 
     assert {name: rival.about for name, rival in RIVALS.items()} == benchmark.RIVALS
     assert tuple(gpu_count.CASES) == benchmark.COUNTED
-    assert tuple(window_contenders.windows()) == gpu.CONTENDERS[-3:]
     assert tuple(SOURCES) == classification.SOURCES and tuple(TASKS) == vtab.TASKS and SPLITS == IMAGE_SPLITS
     assert tuple(ENVIRONMENTS) == robotics.ENVIRONMENTS
     assert asdict(MotionConfig()) == {**video.CLIPS, "within_shots": False}

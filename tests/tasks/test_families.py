@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_sparseprior.analysis.flops import model_flops
 from tasks.analysis import flops
-from tasks.benchmark import model as benchmark
+from tasks.benchmark.__main__ import main as benchmark
 from tasks.classification import evaluate, train
 from tasks.common.images.model import build_model, check_pretrained
 from tasks.common.images.sections import check_image_sections
@@ -97,13 +97,12 @@ def test_its_flops_are_counted(run, tmp_path, capsys):
 
 
 def test_its_time_is_measured(tmp_path, capsys):
-    out = tmp_path / "model.json"
-    arguments = ["--models", "toy_tiny", "--priors", "dense", "violin", "--sizes", "16x2", "--rounds", "2"]
-    assert benchmark.main([*arguments, "--device", "cpu", "--out", str(out)]) == 0
-    (entry,) = json.loads(out.read_text())["sizes"]
-    assert entry["model"] == "toy_tiny" and entry["patch_tokens"] == 16
-    assert set(entry["passes"]["training"]["contenders"]) == {"dense", "violin", benchmark.COPY}
-    assert benchmark.main(["--models", "toy_tini", "--out", str(out)]) == 2
+    arguments = ["model", "--models", "toy_tiny", "--priors", "dense", "violin", "--sizes", "16x2", "--rounds", "2"]
+    assert benchmark([*arguments, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "records.json").read_text())["measured"]
+    names = {own["contender"] for own in found if own["model"] == "toy_tiny" and own["pass"] == "training"}
+    assert names == {"dense", "violin", "copy_attention"} and all(own["seconds"] for own in found)
+    assert benchmark(["model", "--models", "toy_tini", "--out", str(tmp_path / "other")]) == 2
     assert "preset='toy_tini' must be one of" in capsys.readouterr().err
 
 

@@ -3,39 +3,36 @@
 import dataclasses
 import json
 import os
+from argparse import Namespace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from hf_sparseprior.attention.choice import BACKENDS
-from tasks.benchmark import gpu, gpu_report, records, timing
-from tasks.common.locks import locked
+from tasks.benchmark import commands, gpu, report, timing
+from tasks.benchmark.__main__ import main
+from tasks.benchmark.contenders import Setting, Size, contenders
+
+CPU = ["--device", "cpu", "--no-models", "--tokens", "9"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_ends_with_one_line(capsys):
-    assert gpu.main([]) == 2
+    assert main(["gpu"]) == 2
     said = capsys.readouterr().err
-    assert "needs a CUDA GPU" in said and said.count("\n") == 1
-
-
-def test_wrong_sizes_are_named(capsys):
-    with pytest.raises(SystemExit):
-        gpu.main(["--tokens", "200"])
-    assert "--tokens 200 must be a square number" in capsys.readouterr().err
+    assert "there is no CUDA device" in said and said.count("\n") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        # One head, and of several calls in a row one: the interpreter needs seconds for each.
-        monkeypatch.setattr(gpu, "HEADS", 1)
-        monkeypatch.setattr(
-            gpu, "seconds_per_call", lambda call, calls, device: timing.seconds_per_call(call, 1, device)
-        )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # One head, and of several calls in a row one: the interpreter needs seconds for each.
+    monkeypatch.setattr(gpu, "HEADS", 1)
+    monkeypatch.setattr(gpu, "WIDTH", 8)
+    own = timing.seconds_per_call
+    monkeypatch.setattr(timing, "seconds_per_call", lambda call, calls, device: own(call, 1, device))
     checked, check = [], gpu.check
 
     def check_float32(tokens, dtype, device):  # tests of the kernels compare bfloat16 with `reference`
@@ -43,120 +40,103 @@ def test_runs_from_check_to_table(monkeypatch, tmp_path, capsys):
         return check(tokens, dtype, device) if dtype == torch.float32 else {"noted": 0.0}
 
     monkeypatch.setattr(gpu, "check", check_float32)
-    monkeypatch.setattr(gpu, "WIDTH", 8)
-    monkeypatch.setattr(gpu, "SIZES", {"ViT-S": (16, 1, 2), "ViT-B": (16, 1, 2)})
-    monkeypatch.setattr(gpu, "TURN_SECONDS", 0.0)
-    options = ["--tokens", "9", "--batch", "1", "--rounds", "1", "--copy-bytes", "4096", "--no-models"]
-    contenders = ["--contenders", "triton", "flash", "masked", "reference", "flash_window"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    arguments = [*options, *contenders, "--out", str(tmp_path)]
+    names = ["triton", "dense_sdpa", "sdpa", "reference", "flash_window"]
+    arguments = ["gpu", *CPU, "--batch", "1", "--rounds", "1", "--copy-bytes", "4096", "--contenders", *names]
+    arguments += ["--out", str(tmp_path)]
     # No time is left after the first step; then the same command goes on.
-    assert gpu.main([*arguments, "--budget", "0"], device) == 3
-    assert "the same command goes on with: check float32" in capsys.readouterr().out and not checked
-    assert gpu.main(arguments, device) == 0
-    results = json.loads((tmp_path / "records.json").read_text())
-    assert checked == [(9, torch.float32), (9, torch.bfloat16)] and len(results["checked"]["float32"]) == 4
-    found = {(row["part"], row["pass"], row["contender"]) for row in results["rows"]}
-    passes, supports = ("forward", "forward+backward"), ("fibottention", "fibottention, w_max N // 3")
-    of_supports = ("triton", "flash", "masked", "flash_window")
-    assert found == {
-        *((part, name, contender) for part in supports for name in passes for contender in of_supports),
-        *(("violin", name, contender) for name in passes for contender in ("triton", "flash", "reference")),
+    assert main([*arguments, "--for-seconds", "1e-9"]) == 0 and not checked
+    assert main(arguments) == 0
+    content = json.loads((tmp_path / "records.json").read_text())
+    assert checked == [(9, torch.float32), (9, torch.bfloat16)]
+    assert len(content["measured"][0]["checked"]) == 4
+    found = {
+        (own["part"], own["pass"], own["contender"]): own for own in content["measured"] if own["part"] in gpu.PARTS
     }
-    for row in results["rows"]:
-        if row["contender"] == "flash_window" and "failed" in row:
-            assert row["failed"].startswith("ValueError: flash_attn is not installed")
+    passes, supports = (gpu.FORWARD, gpu.BOTH), ("fibottention", "fibottention, w_max N // 3")
+    assert set(found) == {
+        *((part, key, name) for part in supports for key in passes for name in names if name != "reference"),
+        *(("violin", key, name) for key in passes for name in ("triton", "dense_sdpa", "reference")),
+    }
+    for (_, _, name), own_record in found.items():
+        if name == "flash_window":
+            assert "flash_attn is" in own_record["failed"]
         else:
-            assert row["median"] > 0 and row["times_faster_than_dense"] > 0
-    printed = capsys.readouterr().out
-    assert "WRONG" not in printed and printed.count("violin") >= 6
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert "at most 1.15 times flash attention" in text and gpu_report.NEVER not in text
-    assert (tmp_path / "measured.png").read_bytes().startswith(b"\x89PNG")
+            assert own_record["seconds"][0] > 0
+    (copied,) = [own for own in report.summary(gpu.BENCHMARK, content["measured"]) if own["part"] == gpu.COPY]
+    rows = {
+        (row["part"], row["pass"], row["contender"]): row for row in report.summary(gpu.BENCHMARK, content["measured"])
+    }
+    row = rows["violin", gpu.FORWARD, "triton"]
+    size = 4 * (9 + gpu.PREFIX) * 8 * 2
+    assert row["records"][0]["bytes"] == size
+    bound = size * copied["seconds"]["median"] / 8192
+    assert row["times"][gpu.COPY]["median"] == pytest.approx(row["seconds"]["median"] / bound)
+    text = (tmp_path / "table.md").read_text()
+    assert "time at most 1.15 times dense_sdpa" in text and "neg_inf, violin: " in text
     # All is done: nothing is computed again. Records of another dtype are not mixed with these.
-    assert gpu.main(arguments, device) == 0 and len(checked) == 2
-    assert gpu.main([*arguments, "--dtype", "float16"], device) == 2
+    assert main(arguments) == 0 and len(checked) == 2
+    assert main([*arguments, "--dtype", "float16"]) == 2
     assert "dtype: 'bfloat16' there, 'float16' here" in capsys.readouterr().err
-    assert gpu.main([*arguments, "--rounds", "2"], device) == 2
-    assert "rounds: 1 there, 2 here" in capsys.readouterr().err
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu, "check", lambda tokens, dtype, device: {"neg_inf": float("nan")})
-    assert gpu.main(["--tokens", "9", "--out", str(tmp_path)], "cpu") == 1
-    assert "WRONG float32, neg_inf: relative difference nan" in capsys.readouterr().err
+    assert main(["gpu", *CPU, "--out", str(tmp_path)]) == 1
+    assert "WRONG neg_inf: relative difference nan" in capsys.readouterr().err
     assert not (tmp_path / "records.json").exists()
 
 
-def test_a_folder_in_use_is_refused_and_ctrl_c_is_one_line(monkeypatch, tmp_path, capsys):
-    with locked(tmp_path / records.LOCK) as mine:
-        assert mine and gpu.main(["--out", str(tmp_path)], "cpu") == 2
-        assert gpu.main(["--count", "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and all("is in use by another process" in line for line in said)
-
-    def interrupted(records):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu, "steps", lambda *arguments: {"one": lambda records: None, "two": interrupted})
-    assert gpu.main(["--out", str(tmp_path)], "cpu") == 130
-    assert "interrupted; the same command goes on after the last finished step" in capsys.readouterr().err
-    assert json.loads((tmp_path / "records.json").read_text())["done"] == ["one"]
-    assert not (tmp_path / records.LOCK).exists()
-
-
 def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path):
-    def fails(records):
-        raise RuntimeError("out of memory")
+    def fails(self, cases, session):
+        if cases[0]["part"] == gpu.COPY:
+            raise TypeError("no such kernel")
+        return [{**case, "seconds": [1.0]} for case in cases]
 
-    monkeypatch.setattr(gpu, "steps", lambda *arguments: {"one": fails, "two": lambda records: None})
-    assert gpu.main(["--out", str(tmp_path)], "cpu") == 0
-    records = json.loads((tmp_path / "records.json").read_text())
-    assert records["failed"] == {"one": "RuntimeError: out of memory"} and records["done"] == ["one", "two"]
-    assert "one: RuntimeError: out of memory" in (tmp_path / "RESULTS.md").read_text()
-
-
-def test_targets_are_met_missed_or_not_measured():
-    def row(part, contender, median, tokens=4096, copies=None):
-        return {
-            "part": part, "pass": "forward", "tokens": tokens, "batch": 1, "contender": contender, "median": median,
-            "times_copy_bound": copies,
-        }  # fmt: skip
-
-    rows = [
-        row("fibottention", "triton", 1.0, copies=1.4), row("fibottention", "flex_window", 2.0),
-        row("fibottention", "natten", 0.5), row("violin", "triton", 2.0), row("violin", "flash", 2.0),
-        row("fibottention", "triton", 1.0, 1024, copies=9.0),
-    ]  # fmt: skip
-    lines = [line.split(" | ")[1:] for line in gpu_report.targets(rows).splitlines()[2:]]
-    assert lines == [
-        ["1024", "not measured |"], ["1024", "not measured |"],
-        ["4096", "1.40, met |"], ["4096", "2.00, missed |"], ["4096", "1.00, met |"],
-    ]  # fmt: skip
+    monkeypatch.setattr(gpu.Gpu, "step", fails)
+    assert main(["gpu", *CPU, "--out", str(tmp_path)]) == 0
+    records = json.loads((tmp_path / "records.json").read_text())["measured"]
+    assert [own["part"] for own in records if "failed" in own] == [gpu.COPY]
+    assert "| TypeError: no such kernel |" in (tmp_path / "table.md").read_text() and len(records) > 10
 
 
-def test_windows_without_prefix_tokens_get_the_patches_alone(monkeypatch):
+def test_an_error_of_a_compiler_is_a_reason():
+    class CompilationError(Exception):
+        pass
+
+    def set_up():
+        raise CompilationError("line 1\nline 2")
+
+    found = timing.measure({"own": gpu.any_error(set_up)}, torch.device("cpu"), 1.0, 1, {})
+    assert found == {"own": {"failed": "CompilationError: line 1"}}
+
+
+def test_windows_without_prefix_tokens_get_the_patches_alone():
     seen = []
-    rival = gpu.window_contenders.windows()["flash_window"]
     spy = dataclasses.replace(
-        rival,
-        can_run=lambda problem, train: None,
+        contenders()["flash_window"],
+        can_run=lambda problem, trains: None,
         prepare=lambda problem: lambda q, k, v: seen.append(q.shape) or q * k + v,
+        seen=None,
     )
-    monkeypatch.setattr(gpu.window_contenders, "windows", lambda: {"flash_window": spy})
-    plan, device = gpu.make_plan(gpu.FIBOTTENTION, None, 16), torch.device("cpu")
-    inputs = gpu.make_inputs(1, 16, torch.float32, device)
-    for train in (False, True):
-        gpu.contender("flash_window", plan, inputs, train)()()
+    setting = Setting(heads=2, width=8, support=gpu.FIBOTTENTION, prefix=1)
+    for trains in (False, True):
+        with pytest.raises(RuntimeError, match="WRONG"):
+            gpu.operator(spy, setting, Size(16, 1), trains)()
     assert {shape[2] for shape in seen} == {16}
 
 
-def test_a_contender_that_fails_is_reported_and_the_others_run():
-    def broken():
-        raise RuntimeError("no such kernel")
-
-    found = gpu.measure({"broken": broken, "fine": lambda: lambda: None}, 3, torch.device("cpu"))
-    assert found["broken"] == {"failed": "RuntimeError: no such kernel"} and found["fine"]["median"] >= 0
+def test_targets_are_of_forward_passes():
+    limits = {
+        (target.where["part"], target.where["tokens"], target.base): target.limit
+        for target in gpu.BENCHMARK.targets({})
+    }
+    assert limits["fibottention", 4096, gpu.COPY] == 1.5 and limits["violin", 196, "dense_sdpa"] == 1.15
+    assert ("fibottention", 1024, gpu.COPY) not in limits
+    size = {"tokens": 4096, "batch": 1, "pass": gpu.FORWARD, "part": "fibottention"}
+    made = [{**size, "contender": name, "seconds": [own], "memory": 1, "bytes": 1}
+            for name, own in (("triton", 1.0), ("flex_window", 2.0), ("natten", 0.5))]  # fmt: skip
+    text = gpu.BENCHMARK.notes(report.summary(gpu.BENCHMARK, made), made, {})
+    assert text.endswith("4096 patches: 2.00, MISSED (below 1)")
 
 
 @pytest.mark.parametrize(("prior", "backend"), [("dense", "sdpa"), ({"support": gpu.FIBOTTENTION}, "triton")])
@@ -166,10 +146,22 @@ def test_a_model_runs_by_the_backend_asked_for(monkeypatch, prior, backend, trai
     if backend == "triton":
         pytest.importorskip("triton")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2}
+    whole = gpu.preset_config
+
+    def config(preset, pixels, prior):
+        own = whole(preset, pixels, prior)
+        return type(own)(image_size=pixels, patch_size=16, prior=prior, **small)
+
+    monkeypatch.setattr(gpu, "preset_config", config)
     ran = []
     entry = BACKENDS[backend]
     spy = dataclasses.replace(entry, run=lambda call: ran.append(call.q.dtype) or entry.run(call))
     monkeypatch.setitem(BACKENDS, backend, spy)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu.model_call((16, 1, 2), prior, backend, 32, 1, train, torch.bfloat16, torch.device(device))()()
+    gpu.model_call("vit_small", prior, 32, 1, train, Namespace(dtype="bfloat16", device=device))()
     assert ran == [torch.bfloat16] and "SPARSEPRIOR_BACKEND" not in os.environ
+
+
+def test_names_of_contenders_are_those_of_attention():
+    assert set(commands.GPU_CONTENDERS) <= set(contenders())

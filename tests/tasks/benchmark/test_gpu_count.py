@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from tasks.benchmark import gpu, gpu_count, gpu_report
+from tasks.benchmark import gpu_count, gpu_report
+from tasks.benchmark.__main__ import main
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -40,7 +41,7 @@ def test_sectors_are_counted_once_for_a_launch_and_once_for_each_program():
 def counted(tmp_path_factory):
     out = tmp_path_factory.mktemp("count")
     cases = ["fibottention", "fibottention, zero fill", "violin"]
-    assert gpu.main(["--count", "--tokens", "9", "--cases", *cases, "--out", str(out)]) == 0
+    assert main(["gpu", "--count", "--tokens", "9", "--cases", *cases, "--out", str(out)]) == 0
     return out
 
 
@@ -66,7 +67,7 @@ def test_bytes_and_launches_of_a_small_layer(counted):
 @needs_triton
 @pytest.mark.slow
 def test_the_file_says_that_no_gpu_ran(counted):
-    text = (counted / "RESULTS.md").read_text()
+    text = (counted / "counted.md").read_text()
     assert gpu_report.NEVER in text and "`_backward_tokens`" in text and "ms" not in text.split()
     assert (counted / "counted.png").read_bytes().startswith(b"\x89PNG")
 

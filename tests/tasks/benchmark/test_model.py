@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from hf_sparseprior.attention.choice import BACKENDS
-from hf_sparseprior.models.configuration_sparseprior_vit import PRESETS
-from tasks.benchmark import model
-from tasks.benchmark.model import COPY, DENSE, PASSES, Contender, ModelRun
+from tasks.benchmark import model_contenders as model
+from tasks.benchmark.__main__ import main
+from tasks.benchmark.model_contenders import COPY, Contender, ModelRun
 
 pytestmark = pytest.mark.slow
 
@@ -87,76 +87,16 @@ def test_the_class_of_transformers_has_the_same_weights(preset, resolution):
     assert loss.item() == pytest.approx(own.model(pixel_values=own.images, labels=own.labels).loss.item(), abs=1e-4)
 
 
-def test_a_model_that_transformers_does_not_have(capsys):
-    assert model.main(["--models", "convit_tiny", "--sizes", "48x2", "--priors", "transformers"]) == 2
-    assert "transformers has no model like convit_tiny" in capsys.readouterr().err
-
-
-def test_results_picture_and_tables(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(PRESETS, "vit_tiny", {**PRESETS["vit_tiny"], "num_hidden_layers": 2})
-    out = tmp_path / "model.json"
+def test_what_ran_and_what_stays_after_a_training_step(tmp_path):
     priors = ["dense", "fibottention@diagonal", "{support: {name: window, w: 1}}", "transformers"]
-    assert model.main([*TINY, "--priors", *priors, "--targets", "--out", str(out)]) == 0
-    results = json.loads(out.read_text())
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    for key in ("command", "settings", "versions", "hardware", "load_average", "targets"):
-        assert key in results
-    assert [(own["resolution"], own["batch"], own["patch_tokens"]) for own in results["sizes"]] == [(48, 2, 9)]
-    for entry in results["sizes"]:
-        for key in PASSES:
-            measured = entry["passes"][key]["contenders"]
-            assert set(measured) == {*priors, COPY}
-            for own in measured.values():
-                assert own["seconds"]["median"] > 0 and own["seconds"]["rounds"] == 2
-                assert {"memory", f"times_{DENSE}", f"times_{COPY}", "ran"} <= set(own)
-            assert measured["fibottention@diagonal"]["ran"] == "diagonal (forced)"
-            assert measured[DENSE]["ran"].startswith("sdpa (") and measured["transformers"]["ran"] == "transformers"
-    # Two moments of AdamW for every parameter stay after a training step.
-    kept = results["sizes"][0]["passes"]["training"]["contenders"][DENSE]["memory"]["kept"]
-    parameters = sum(value.numel() for value in make_run().model.parameters())
-    assert kept == pytest.approx(8 * parameters, rel=0.01)
-    assert "vit_tiny, 48 px (9 patch tokens) x 2, training step" in capsys.readouterr().out
-
-
-def test_targets_are_ratios():
-    def contender(median, memory):
-        return {
-            "memory": {"call": memory, "kept": 0},
-            f"times_{DENSE}": {"median": median},
-            f"times_{COPY}": {"median": 2 * median},
-        }
-
-    measured = {DENSE: contender(1.0, 100), "violin": contender(1.03, 101), "violin@reference": contender(1.5, 300)}
-    sizes = [
-        {"model": "vit_base", "resolution": resolution, "passes": {key: {"contenders": measured} for key in PASSES}}
-        for resolution in (224, 512)
-    ]
-    rows = {
-        (row["contender"], row["resolution"], row["key"], row["value"]): row["met"]
-        for row in model.compare_with_targets(sizes)
-        if row["prior"] == "violin"
+    assert main(["model", *TINY, "--seconds", "0.1", "--priors", *priors, "--out", str(tmp_path)]) == 0
+    found = {
+        (record["pass"], record["contender"]): record
+        for record in json.loads((tmp_path / "records.json").read_text())["measured"]
     }
-    assert rows["violin", 224, "forward", "seconds"] is False and rows["violin", 512, "forward", "seconds"] is True
-    assert rows["violin", 224, "training", "seconds"] is True and rows["violin", 512, "training", "memory"] is True
-    assert rows["violin@reference", 224, "training", "memory"] is False
-    text = model.targets_table(model.compare_with_targets(sizes))
-    assert "not measured" in text and "+3.0 %" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "vit_tinny"], "preset='vit_tinny' must be one of"),
-        (["--sizes", "32x1x1"], "must be two positive numbers"),
-        (["--sizes", "40x1"], "40"),
-        (["--priors", "violet"], "violin"),
-        (["--priors", "violin@fast"], "backend 'fast' must be one of"),
-        (["--rounds", "0"], "--rounds 0 must be above 0"),
-        (["--dtype", "half"], "--dtype 'half' must be one of"),
-    ],
-)
-def test_bad_input_gives_one_line(arguments, message, capsys, tmp_path):
-    out = tmp_path / "m.json"
-    assert model.main([*TINY, *arguments, "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and not out.exists()
+    assert set(found) == {(key, name) for key in ("forward", "training") for name in (*priors, COPY)}
+    ran = [found["forward", name]["ran"] for name in ("dense", "fibottention@diagonal", "transformers", COPY)]
+    assert ran == ["sdpa", "diagonal", "transformers", COPY]
+    # Two moments of AdamW for every parameter.
+    parameters = sum(value.numel() for value in make_run().model.parameters())
+    assert found["training", "dense"]["kept"] == pytest.approx(8 * parameters, rel=0.01)

@@ -1,13 +1,9 @@
-"""The benchmark of rivals: what contenders compute, that a wrong one is not timed, refusals, going on, the summary."""
+"""The benchmark of rivals: what contenders compute, that a wrong one is not timed, and what refuses."""
 
 import dataclasses
 import gc
-import json
-import multiprocessing
-import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,21 +11,14 @@ import torch
 
 from hf_sparseprior import SparsePriorViTConfig
 from hf_sparseprior.attention.choice import BACKENDS
-from tasks.benchmark import commands, contenders_of_rivals, lone_process, records, rival_process, rivals
+from tasks.benchmark import contenders_of_rivals, report, rivals
 from tasks.benchmark.contenders_of_rivals import RIVALS, Problem, encodes, encodes_windows, in_torch, plainly
 from tasks.benchmark.plain_attention import PLAIN, plain_attention
-from tasks.benchmark.rivals import main, summary
 
 pytestmark = pytest.mark.slow
 
 DTYPES = ["float32", "bfloat16"]
-TINY = ["--models", "vit_tiny", "--sizes", "64", "--threads", "1"]
-QUICK = [*TINY, "--rivals", "dense", "fibottention", "--dtypes", "float32"]
 HERE = ("seconds", "calls", "first_call", "memory", "set_up", "ran", "prepared", "counted")
-
-
-def measured(out):
-    return json.loads((out / "records.json").read_text())["measured"]
 
 
 @pytest.fixture
@@ -50,7 +39,7 @@ def small(monkeypatch, tmp_path):
 def measure(rival, dtype, number=0):
     gc.collect()  # what goes while it is measured would count against it
     entry = {"model": "vit_tiny", "rival": rival, "dtype": dtype, "pixels": 64, "round": number}
-    return rival_process.measure(entry, {"threads": torch.get_num_threads(), "keep_memory": False})
+    return rivals.measure_rival(entry, {"threads": torch.get_num_threads(), "keep_memory": False})
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
@@ -151,167 +140,35 @@ def test_memory_of_other_programs_is_what_stays_and_the_peak_of_a_call():
         kept.append(np.ones(30 << 20, dtype=np.uint8))
         return lambda: np.ones(50 << 20, dtype=np.uint8).sum()
 
-    _, memory = rival_process.measure_resident(set_up, torch.device("cpu"))
+    _, memory = rivals.measure_resident(set_up, torch.device("cpu"))
     # The C library may keep what the first call gave back, so only the sum is certain.
     assert memory.kept + memory.call == pytest.approx(80 << 20, abs=4 << 20)
     assert memory.kept > 26 << 20
 
 
-# ---- the folder -----------------------------------------------------------------------------------------------------
-
-
-def test_rounds_go_through_everything_and_contenders_take_turns():
-    given = ["--models", "a", "b", "--sizes", "512", "224", "--rivals", "x", "y", "z", "--rounds", "2"]
-    wanted = rivals.plan(commands.rivals().parse_args(given))
-    assert [entry["round"] for entry in wanted] == [0] * 24 + [1] * 24
-    first = [(entry["pixels"], entry["model"], entry["dtype"], entry["rival"]) for entry in wanted]
-    assert first[:4] == [*((224, "a", "float32", name) for name in "xyz"), (224, "a", "bfloat16", "x")]
-    assert [entry["rival"] for entry in wanted[24:27]] == ["y", "z", "x"] and len(set(first)) == 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    out = tmp_path_factory.mktemp("rivals") / "out"
-    assert main([*QUICK, "--rounds", "1", "--out", str(out)]) == 0
-    return out
-
-
-def test_a_command_that_was_stopped_goes_on(folder, monkeypatch, capsys):
-    before = measured(folder)
-    assert [(r["rival"], r["dtype"], r["pixels"], r["round"]) for r in before] == [
-        ("dense", "float32", 64, 0), ("fibottention", "float32", 64, 0),
-    ]  # fmt: skip
-    assert all(record["difference"] < 1e-4 and record["weights"] > 2e7 for record in before)
-    assert (folder / "table.md").read_text().count("| vit_tiny | 64 | float32 |") == 2
-    assert (folder / "rivals.png").stat().st_size > 5000
-    asked = []
-
-    def alone(server, function, arguments, limit, seconds, stop):
-        asked.append((arguments[0]["rival"], arguments[0]["round"]))
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return {**{key: before[0][key] for key in HERE}, "seconds": 0.5}
-
-    monkeypatch.setattr(rivals.lone_process, "measured_alone", alone)
-    assert main([*QUICK, "--rounds", "2", "--out", str(folder)]) == 130
-    assert measured(folder)[:2] == before and len(measured(folder)) == 3
-    assert main([*QUICK, "--rounds", "2", "--out", str(folder)]) == 0
-    assert asked == [("fibottention", 1), ("dense", 1), ("dense", 1)] and len(measured(folder)) == 4
-    assert main([*QUICK, "--rounds", "2", "--for-seconds", "0.001", "--out", str(folder)]) == 0
-    assert len(asked) == 3
-    assert main([*QUICK, "--rounds", "3", "--for-seconds", "1e-9", "--out", str(folder)]) == 0
-    assert len(asked) == 3 and "stopped with 2 of 2 to do; the same command goes on" in capsys.readouterr().out
-
-
-def test_a_process_that_a_stop_ended_is_no_result():
-    """`timeout` and schedulers send SIGTERM to the process that measures, too."""
-    stop = SimpleNamespace(requested=False)
-
-    class Server:
-        def __init__(self, stops):
-            self.stops = stops
-
-        def Pipe(self, duplex):
-            return multiprocessing.Pipe(duplex)
-
-        def Process(self, target, args, daemon):
-            stop.requested = self.stops
-            return multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
-
-    for stops, expected in ((True, None), (False, {"failed": "the process ended with 7"})):
-        assert lone_process.measured_alone(Server(stops), print, (), 1 << 40, 60.0, stop) == expected
-
-
-def test_refusals_are_results_and_a_missing_package_is_looked_for_again(tmp_path, monkeypatch, capsys):
-    one = [*TINY, "--rivals", "onnxruntime", "--rounds", "2", "--out", str(tmp_path)]
+def test_a_missing_package_is_a_reason_that_is_looked_for_again(monkeypatch):
     monkeypatch.setattr(contenders_of_rivals, "find_spec", lambda name: None if name == "onnxruntime" else "there")
-    assert main(one) == 0
-    assert [(r["dtype"], r["round"], r["failed"]) for r in measured(tmp_path)] == [
-        ("float32", 0, "onnxruntime is missing: make benchmark"),
-        ("bfloat16", 0, "ONNX Runtime has no bfloat16 kernels on CPU: Conv is not implemented"),
-    ]
-    text = (tmp_path / "table.md").read_text()
-    assert "| onnxruntime is missing: make benchmark |" in text and "| ONNX Runtime has no bfloat16 kernels" in text
-    monkeypatch.setattr(contenders_of_rivals, "find_spec", lambda name: "there")
-    found = {"failed": "TypeError: tried"}
-    monkeypatch.setattr(rivals.lone_process, "measured_alone", lambda *arguments: found)
-    assert main(one) == 0
-    assert [(r["dtype"], r["failed"]) for r in measured(tmp_path) if r["dtype"] == "float32"] == [
-        ("float32", "TypeError: tried")
-    ]
-    capsys.readouterr()
+    refused = RIVALS["onnxruntime"].why_not("float32")
+    assert refused == {"failed": "onnxruntime is missing: make benchmark", "missing": True}
+    assert "missing" not in RIVALS["onnxruntime"].why_not("bfloat16") and RIVALS["openvino"].why_not("float32") is None
+    case = {"model": "vit_tiny", "rival": "onnxruntime", "dtype": "bfloat16", "pixels": 64, "round": 0}
+    (record,) = rivals.BENCHMARK.measure([case], None)  # it needs no process
+    assert record["failed"].startswith("ONNX Runtime has no bfloat16 kernels")
 
 
-def test_too_little_memory_and_time_are_reasons(tmp_path, capsys):
-    one = ["--models", "vit_tiny", "--sizes", "512", "--threads", "1", "--dtypes", "float32", "--rivals", "tome_50"]
-    assert main([*one, "--memory-gib", "0.05", "--out", str(tmp_path / "memory")]) == 0
-    assert [record["failed"] for record in measured(tmp_path / "memory")] == ["more than 0.05 GiB"]
-    assert main([*one, "--seconds", "0.01", "--out", str(tmp_path / "time")]) == 0
-    assert [record["failed"] for record in measured(tmp_path / "time")] == ["more than 0.01 s"]
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "vit_huge"], "vit_huge"),
-        (["--models", "swin_tiny"], "--models swin_tiny: token merging is written for ViT, not for"),
-        (["--rivals", "tensorrt"], "--rivals 'tensorrt' must be one of dense, dense_compiled, onnxruntime"),
-        (["--dtypes", "int8"], "--dtypes 'int8' must be one of float32, bfloat16"),
-        (["--sizes", "0"], "--sizes 0 must be above 0"),
-        (["--sizes", "100"], "100"),
-        (["--rounds", "0"], "--rounds 0 must be above 0"),
-        (["--seconds", "-1"], "--seconds -1.0 must be above 0"),
-        (["--memory-gib", "0"], "--memory-gib 0.0 must be above 0"),
-        (["--for-seconds", "0"], "--for-seconds 0.0 must be above 0"),
-        (["--threads", "0"], "--threads 0 must be above 0"),
-    ],
-)
-def test_bad_values_are_named(tmp_path, capsys, arguments, message):
-    assert main([*TINY, *arguments, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1 and message in error[0] and not (tmp_path / "out").exists()
-
-
-def test_other_settings_and_a_second_process_are_refused(folder, capsys):
-    assert main([*QUICK, "--threads", "2", "--out", str(folder)]) == 2
-    assert "threads: 1 there, 2 here" in capsys.readouterr().err
-    with records.locked(folder / records.LOCK) as mine:
-        assert mine
-        assert main([*QUICK, "--out", str(folder)]) == 2
-    assert "is in use by another process" in capsys.readouterr().err
-
-
-# ---- summary --------------------------------------------------------------------------------------------------------
-
-
-def test_ratios_are_to_dense_in_the_same_dtype_and_round(tmp_path):
-    random = np.random.default_rng(0)
+def test_first_calls_and_differences_are_in_the_table():
     made = [
         {
-            **{"model": "m", "pixels": 8, "rival": rival, "dtype": dtype, "round": number, "ran": "x"},
-            **{"seconds": float(random.random()), "memory": 3 << 20, "prepared": {"export": 2.0}},
-            **{"first_call": 1.0 + number, "counted": "resident" if rival == "openvino" else "torch"},
+            **{"model": "m", "pixels": 8, "rival": rival, "dtype": dtype, "round": number, "ran": "x", "seconds": 1.0},
+            **{"memory": 3 << 20, "prepared": {"export": 2.0}, "first_call": 1.0 + number},
+            **{"counted": "resident" if rival == "openvino" else "torch"},
             **({} if number else {"difference": 0.01}),
         }
         for number in range(5)
         for dtype in DTYPES
-        for rival in ("openvino", "dense")
-        if (rival, number) != ("dense", 3)
+        for rival in ("dense", "openvino")
     ]
-    rows = summary(made)
-    assert [(row["dtype"], row["rival"]) for row in rows] == [
-        (dtype, rival) for dtype in DTYPES for rival in ("dense", "openvino")
-    ]
-    for row in rows:
-        own, base = (
-            {r["round"]: r["seconds"] for r in made if (r["dtype"], r["rival"]) == (row["dtype"], rival)}
-            for rival in (row["rival"], "dense")
-        )
-        ratio = np.median([own[number] / base[number] for number in base])
-        assert row["times_dense"]["median"] == pytest.approx(ratio)
-        assert row["before"] == 7 and row["difference"] == 0.01  # the slowest first call, with the export
-    text = rivals.table(rows)
-    assert text.count("| 3* |") == 2 and text.count("| 3 |") == 2 and f"| {ratio:.2f} (" in text
-    picture = rivals.draw(rows, tmp_path / "rivals.png", "times")
-    assert picture.stat().st_size > 5000
+    rows = report.summary(rivals.BENCHMARK, made)
+    assert len(rows) == 4 and all(row["before"] == 7 and row["difference"] == 0.01 for row in rows)
+    text = report.table(rivals.BENCHMARK, rows)
+    assert text.count("| 3* |") == 2 and text.count("| 3 |") == 2
