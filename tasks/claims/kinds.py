@@ -379,7 +379,8 @@ class Best(Kind):
 class Every(Kind):
     """Each row of `higher` is above the one in its place in `lower`.
 
-    It does not hold if one of them is significant the other way, as `Best`; of many rows that comes out by chance more often.
+    It does not hold if one of them is significant the other way, as `Best`; of many rows that comes out by chance more
+    often.
     """
 
     higher: list[str]

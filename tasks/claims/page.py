@@ -70,13 +70,13 @@ Differences are in percentage points, with their interval and the number of seed
 smallest difference that {round(100 * POWER)} of 100 repetitions would find significant (the power), with the spread
 that was found; of a row that is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds
 it is "{AT_LEAST}" what the test images or episodes alone allow, to which seeds add; "-" if not even these are recorded,
-and of pairs and orders, which so few seeds cannot test. Where rows of two kinds share all other settings, the rule is applied to the
-pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at 5 %; detectable is the
-smallest one that passes, and an order does not hold if the opposite order is significant (p near 1). Pairs and rank
-correlations of trained models need {FEWEST} seeds of each row, too; with fewer, their interval and p are of those seeds
-alone. A claim about several differences holds if each is significant, and does not if one is significant the other
-way. If no row differed, each difference would be significant the other way with a chance of one in 40, and one of 19 of
-them with up to 38 %.
+and of pairs and orders, which so few seeds cannot test. Where rows of two kinds share all other settings, the rule is
+applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at
+5 %; detectable is the smallest one that passes, and an order does not hold if the opposite order is significant (p near
+1). Pairs and rank correlations of trained models need {FEWEST} seeds of each row, too; with fewer, their interval and
+p are of those seeds alone. A claim about several differences holds if each is significant, and does not if one is
+significant the other way. If no row differed, each difference would be significant the other way with a chance of one
+in 40, and one of 19 of them with up to 38 %.
 Ranks are by the mean; "significantly" is by the rule.
 
 Runs that share one pretrained model, as Sparsifiner's, differ only in what comes after it, so that their intervals and

@@ -127,8 +127,8 @@ def draw_results(
     """The metric of every seed and its mean for each variant; next to it the differences to the variant `first`.
 
     Below that the same of other metrics, `also`. Differences have their 95 % interval, and stand out where they are
-    significant (`paired.RULE`). With fewer seeds than the rule asks for there is no interval. references: of rows that are
-    compared with another one.
+    significant (`paired.RULE`). With fewer seeds than the rule asks for there is no interval. references: of rows that
+    are compared with another one.
     """
     plt = pictures.pyplot()
     metrics = (metric, *also)

@@ -24,9 +24,9 @@ CONFIDENCE = 0.95
 POWER = 0.8
 AT_LEAST = "at least"
 RULE = (
-    f"A difference is significant if 0 is outside its {100 * CONFIDENCE:.0f} % interval, which is the mean ± t(0.975, n - 1) "
-    f"standard errors over n seeds, with n of {FEWEST} or more. If no row differed, expect "
-    "one false positive in 20. Intervals are of one row each, and of this data, model and schedule."
+    f"A difference is significant if 0 is outside its {100 * CONFIDENCE:.0f} % interval, which is the mean ± "
+    f"t(0.975, n - 1) standard errors over n seeds, with n of {FEWEST} or more. If no row differed, expect one false "
+    "positive in 20. Intervals are of one row each, and of this data, model and schedule."
 )
 
 DETECTABLE = (
