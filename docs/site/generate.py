@@ -202,6 +202,9 @@ def repository_pages() -> dict[str, Path]:
             pages[f"tasks/{folder.name}-{path.parent.name}.md"] = path
         for path in sorted(folder.glob("*/README.md")):
             pages[f"tasks/{folder.name}-{path.parent.name}.md"] = path
+        for path in sorted(folder.glob("*.md")):
+            if path.name not in (README, "RESULTS.md"):
+                pages[f"tasks/{folder.name}-{path.stem}.md"] = path
     pages["tasks/configs.md"] = ROOT / "configs" / README
     return pages
 
