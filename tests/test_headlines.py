@@ -30,7 +30,7 @@ def points(folder: str, row: str, reference: str = "dense", told: bool = True) -
     kept = read_records(CLASSIFICATION / folder)
     runs = {name: list(kept[name].values()) for name in (row, reference)}
     found = differences(runs, reference)[row]
-    assert found.told is told
+    assert found.significant is told
     return f"{abs(100 * found.mean):.1f}"
 
 

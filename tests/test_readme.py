@@ -130,7 +130,7 @@ READMES = (
     ROOT / "docs" / "ambiguities.md",
     ROOT / "docs" / "choose.md",
     ROOT / "docs" / "demo.md",
-    *ROOT.glob("tasks/*/README.md"),
+    *(page for page in ROOT.glob("tasks/*/*.md") if page.name != "RESULTS.md"),
     *ROOT.glob("tasks/*/*/README.md"),
 )
 RESULTS = tuple(ROOT.glob("tasks/*/RESULTS.md"))

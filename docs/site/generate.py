@@ -188,20 +188,7 @@ def python_page() -> str:
     return PYTHON.format(functions=places(functions), configs=places(configs))
 
 
-# ---- results and the tasks' pages -----------------------------------------------------------------------------------
-
-
-def results_page() -> str:
-    """A link to every page of results and every table of records."""
-    lines = ["# Results", "", "Every table is made from records of runs, which lie beside it in the repository.", ""]
-    for task in sorted(path.name for path in (ROOT / "tasks").iterdir() if (path / "results").is_dir()):
-        lines += [f"## {task}", ""]
-        if (ROOT / "tasks" / task / "RESULTS.md").is_file():
-            lines += [f"[What came out, with commands and spreads](tasks/{task}-results.md)", ""]
-        tables = sorted((ROOT / "tasks" / task / "results").glob("*/table.md"))
-        lines += [f"- [{path.parent.name}](tasks/{task}-{path.parent.name}.md)" for path in tables]
-        lines.append("")
-    return "\n".join(lines)
+# ---- the tasks' pages -----------------------------------------------------------------------------------
 
 
 def repository_pages() -> dict[str, Path]:
@@ -215,6 +202,9 @@ def repository_pages() -> dict[str, Path]:
             pages[f"tasks/{folder.name}-{path.parent.name}.md"] = path
         for path in sorted(folder.glob("*/README.md")):
             pages[f"tasks/{folder.name}-{path.parent.name}.md"] = path
+        for path in sorted(folder.glob("*.md")):
+            if path.name not in (README, "RESULTS.md"):
+                pages[f"tasks/{folder.name}-{path.stem}.md"] = path
     pages["tasks/configs.md"] = ROOT / "configs" / README
     return pages
 
@@ -259,7 +249,6 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/priors.md": priors_page(Path(scratch.name), pictures),
         "reference/models.md": models_page(),
         "reference/python.md": python_page(),
-        "results.md": results_page(),
     }
     pages = repository_pages()
     texts |= {place: rewritten(path, place, pages, pictures) for place, path in pages.items()}

@@ -211,7 +211,7 @@ def _claim(name: str, entry: Any, where: str) -> Claim:
     if keys is not None and "tier" not in entry and any(len(own) != 1 for own in keys.values()):
         raise ValueError(f"{where}: without a tier each row must have one key")
     if keys is not None and "tier" not in entry and not isinstance(test, Ranked):
-        raise ValueError(f"{where}: {test.name} is told over seeds, so that it needs a tier")
+        raise ValueError(f"{where}: {test.name} is tested over seeds, so that it needs a tier")
     texts = {key: value for key, value in entry.items() if key not in ("test", "keys")}
     if wrong := [key for key, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise ValueError(f"{where}: {wrong[0]}={texts[wrong[0]]!r} must be a text")

@@ -26,3 +26,10 @@ def todo() -> argparse.ArgumentParser:
     parser = command_parser("claims.todo")
     parser.add_argument("--tier", choices=("A", "B"), help="only what claims of this tier need")
     return parser
+
+
+def results() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.claims.results`."""
+    parser = command_parser("claims.results")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if docs/results.md is another")
+    return parser

@@ -1,6 +1,6 @@
 """What would show a claim: one class a kind of test, each with its rule.
 
-A difference is told by `tasks.common.paired.RULE`. Words of a verdict are those of `VERDICTS`.
+A difference is significant by `tasks.common.paired.RULE`. Words of a verdict are those of `VERDICTS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from tasks.common.metrics import unpack_correct
-from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, could_tell, differences, image_scores
+from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, detectable, differences, image_scores
 from tasks.common.records import RECORDS, read_records
 from tasks.common.tables import count_of_seeds
 
@@ -37,14 +37,14 @@ Records = Mapping[str, Sequence[Mapping[str, Any]]]
 class Outcome:
     """What came out.
 
-    verdict: one of `VERDICTS`. ours: our number, as text. could_tell: the smallest difference that could have been
-    told, as text. mean, half_width: of a difference, in points; without a half_width nothing is told. paper: the
+    verdict: one of `VERDICTS`. ours: our number, as text. detectable: the smallest difference that could have been
+    told, as text. mean, half_width: of a difference, in points; without a half_width nothing is significant. paper: the
     paper's difference, in points.
     """
 
     verdict: str
     ours: str = "-"
-    could_tell: str = "-"
+    detectable: str = "-"
     mean: float | None = None
     half_width: float | None = None
     paper: float | None = None
@@ -104,8 +104,8 @@ def outcome_of(difference: Difference, counted: str, paper: float | None, margin
 
     counted: what its interval is over, as text. paper: the paper's, in points.
     """
-    mean, least = 100 * difference.mean, could_tell([difference])
-    if difference.half_width is None or difference.told is None:
+    mean, least = 100 * difference.mean, detectable([difference])
+    if difference.half_width is None or difference.significant is None:
         return Outcome(OPEN, f"{mean:+.2f} ({counted})", least, mean, None, paper)
     half = 100 * difference.half_width
     verdict = HOLDS if mean - half > -margin else FAILS if mean + half < -margin else OPEN
@@ -156,9 +156,9 @@ def means(records: Records, rows: Sequence[str], metric: str) -> dict[str, float
 
 
 def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, float]:
-    """Verdict and text of Spearman's rank correlation, by a permutation test, and the smallest correlation told.
+    """Verdict and text of Spearman's rank correlation, by a permutation test, and the smallest significant correlation.
 
-    The last is infinite if not even the largest is told, as with many ties among ours.
+    The last is infinite if not even the largest is significant, as with many ties among ours.
     """
     if len(set(ours)) == 1:
         return OPEN, f"no rank correlation: all are equal ({len(ours)} rows", math.inf
@@ -175,9 +175,11 @@ def ranked(ours: Sequence[float], expected: Sequence[float]) -> tuple[str, str, 
     verdict = HOLDS if above.pvalue <= LEVEL else FAILS if below.pvalue <= LEVEL else OPEN
     null = np.sort(above.null_distribution)
     first = len(null) - math.floor(LEVEL * len(null))
-    told = null[first:][null[first:] > null[first - 1] + 1e-9]  # a value that stands below, too, comes out too often
+    significant = null[first:][
+        null[first:] > null[first - 1] + 1e-9
+    ]  # a value that stands below, too, comes out too often
     text = f"rank correlation {above.statistic:+.2f} (p = {above.pvalue:.2g}; {len(ours)} rows"
-    return verdict, text, float(told[0]) if len(told) else math.inf
+    return verdict, text, float(significant[0]) if len(significant) else math.inf
 
 
 def _check_pairs(higher: Any, lower: Any) -> None:
@@ -298,7 +300,7 @@ class Ranked(Kind):
             _number(value, row)
         ties = math.prod(math.factorial(count) for count in Counter(rows.values()).values())
         if ties / math.factorial(len(rows)) > LEVEL:
-            raise ValueError(f"with so many ties among {len(rows)} rows no order could be told")
+            raise ValueError(f"with so many ties among {len(rows)} rows no order could be significant")
 
     def judge(self, records: Records, metric: str, root: Path) -> Outcome:  # noqa: D102
         found = means(records, self.rows, metric)
@@ -306,8 +308,8 @@ class Ranked(Kind):
             return Outcome(NOT_YET)
         verdict, text, least = ranked(list(found.values()), list(self.expected.values()))
         seeds = set.intersection(*({run["seed"] for run in records[row]} for row in self.rows))
-        told = "-" if math.isinf(least) else f"{least:.2f} (rank)"
-        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})", told)
+        smallest = "-" if math.isinf(least) else f"{least:.2f} (rank)"
+        return Outcome(verdict, f"{text}, {count_of_seeds(len(seeds))})", smallest)
 
 
 @dataclass(frozen=True)
@@ -364,20 +366,21 @@ class Best(Kind):
         if found is None:
             return Outcome(NOT_YET)
         apart = differences({row: records[row] for row in self.rows}, self.row, metric)
-        above = [row for row, other in apart.items() if other.told and other.mean > 0]
-        below = [row for row, other in apart.items() if other.told and other.mean < 0]
+        above = [row for row, other in apart.items() if other.significant and other.mean > 0]
+        below = [row for row, other in apart.items() if other.significant and other.mean < 0]
         verdict = FAILS if above else HOLDS if len(below) == len(self.rows) - 1 else OPEN
         place = sorted(found.values(), reverse=True).index(found[self.row]) + 1
         seeds = count_of_seeds(min(len(other.by_seed) for other in apart.values()))
         text = f"rank {place} of {len(found)}, mean {found[self.row]:.2f}; significantly above {len(below)}, below "
-        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", could_tell(list(apart.values())))
+        return Outcome(verdict, f"{text}{len(above)} of the others ({seeds})", detectable(list(apart.values())))
 
 
 @dataclass(frozen=True)
 class Every(Kind):
     """Each row of `higher` is above the one in its place in `lower`.
 
-    It does not hold if one of them is told the other way, as `Best`; of many rows that comes out by chance more often.
+    It does not hold if one of them is significant the other way, as `Best`; of many rows that comes out by chance more
+    often.
     """
 
     higher: list[str]
@@ -399,13 +402,13 @@ class Every(Kind):
         apart = _pairwise(records, self.higher, self.lower, metric)
         if apart is None:
             return Outcome(NOT_YET)
-        above = [found for found in apart if found.told and found.mean > 0]
-        below = [row for row, found in zip(self.higher, apart, strict=True) if found.told and found.mean < 0]
+        above = [found for found in apart if found.significant and found.mean > 0]
+        below = [row for row, found in zip(self.higher, apart, strict=True) if found.significant and found.mean < 0]
         verdict = FAILS if below else HOLDS if len(above) == len(apart) else OPEN
         named = f" ({', '.join(below)})" if below else ""
         seeds = count_of_seeds(min(len(found.by_seed) for found in apart))
         text = f"significantly above {len(above)} of {len(apart)}, below {len(below)}{named} ({seeds})"
-        return Outcome(verdict, text, could_tell(apart))
+        return Outcome(verdict, text, detectable(apart))
 
 
 @dataclass(frozen=True)
@@ -445,7 +448,7 @@ class Oracle(Kind):
         )
         verdict = HOLDS if low > 0 else FAILS if high < 0 else OPEN
         half = (high - low) / 2
-        # Welch's interval is t(0.975, df) standard errors wide, so both give what would be told with `POWER`.
+        # Welch's interval is t(0.975, df) standard errors wide, so both give what is detectable with `POWER`.
         least = half * (1 + stdtrit(test.df, POWER) / stdtrit(test.df, (1 + CONFIDENCE) / 2))
         return Outcome(verdict, text, f"{least:.2f}", mean, half)
 

@@ -66,24 +66,25 @@ run: {WRITTEN_AFTER} beside a verdict says that the claim was written when all i
 - **{VERDICTS[3]}**: some of the runs are missing, and a number is of those that are there. **{VERDICTS[4]}**: with the
   reason in place of a number.
 
-Differences are in percentage points, with their interval and the number of seeds. "Could tell" is the smallest
-difference that {round(100 * POWER)} of 100 repetitions would have told, with the spread that was found; of a row that
-is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds it is "{AT_LEAST}" what the
-test images or episodes alone would let be told, to which seeds add; "-" if not even these are recorded, and of pairs
-and orders, which so few seeds cannot tell. Where rows of two kinds share all other settings, the rule is applied to the
-pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at 5 %; they could
-tell the smallest one that passes, and an order does not hold if the opposite order is told (p near 1). Pairs and rank
-correlations of trained models need {FEWEST} seeds of each row, too; with fewer, their interval and p are of those seeds
-alone. A claim about several differences holds if each is told, and does not if one is told the other way. If no row
-differed, each difference would be told the other way with a chance of one in 40, and one of 19 of them with up to 38 %.
+Differences are in percentage points, with their interval and the number of seeds. "Detectable" is the
+smallest difference that {round(100 * POWER)} of 100 repetitions would find significant (the power), with the spread
+that was found; of a row that is to be the best, that from the row where it is largest. With fewer than {FEWEST} seeds
+it is "{AT_LEAST}" what the test images or episodes alone allow, to which seeds add; "-" if not even these are recorded,
+and of pairs and orders, which so few seeds cannot test. Where rows of two kinds share all other settings, the rule is
+applied to the pairs of them in place of seeds. Rank correlations are Spearman's, tested by permutation to one side at
+5 %; detectable is the smallest one that passes, and an order does not hold if the opposite order is significant (p near
+1). Pairs and rank correlations of trained models need {FEWEST} seeds of each row, too; with fewer, their interval and
+p are of those seeds alone. A claim about several differences holds if each is significant, and does not if one is
+significant the other way. If no row differed, each difference would be significant the other way with a chance of one
+in 40, and one of 19 of them with up to 38 %.
 Ranks are by the mean; "significantly" is by the rule.
 
 Runs that share one pretrained model, as Sparsifiner's, differ only in what comes after it, so that their intervals and
-"could tell" are of that model. {MIXED}: rows of a seed were trained on different processors, which round differently;
+"detectable" are of that model. {MIXED}: rows of a seed were trained on different processors, which round differently;
 the same run on both differed by up to 0.39 points, 0.15 on average
 ([where](../tasks/classification/RESULTS.md#fibottention-table-2-with-the-papers-budgets-paired)). Times are
 judged by their quartiles over rounds, both of which must be within the bound. A claim of tier A asks for {TIERS["A"]}
-seeds. One of tier B asks for one, which tells nothing of trained models and is there as a hint; some have more. The
+seeds. One of tier B asks for one, which tests nothing about trained models and is there as a hint; some have more. The
 schedule of `configs/recipes/paired.yaml` was chosen with dense attention alone
 ([how](../tasks/classification/RESULTS.md#a-model-and-schedule-for-comparisons-of-many-rows)), so if it suits any row
 more than the others, it is dense attention.
@@ -146,7 +147,7 @@ def outcome(claim: Claim, root: Path) -> Outcome:
         return replace(found, ours=found.ours.replace(f"{count_of_seeds(1)})", "counted)"))
     # Other kinds have the rule for seeds in them.
     if isinstance(claim.test, (Pairs, Ranked)) and min(map(len, records.values())) < FEWEST:
-        found = replace(found, verdict=OPEN, half_width=None, could_tell="-")
+        found = replace(found, verdict=OPEN, half_width=None, detectable="-")
     return replace(found, ours=f"{found.ours} {MIXED}") if has_mixed_processors(records) else found
 
 
@@ -176,13 +177,13 @@ def headlines(papers: Sequence[Paper], outcomes: Mapping[tuple[str, str], Outcom
     for paper in papers:
         own = [(claim, outcomes[paper.name, claim.name]) for claim in paper.claims]
         counts = Counter(found.verdict for _, found in own)
-        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+        verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
         central = [(claim, found) for claim, found in own if claim.name in paper.central]
         rows = [[claim.where, claim.claim, claim.paper, found.ours, _verdict(claim, found)] for claim, found in central]
         lines.append(f"## {paper.title}")
         if rows:
             lines.append(_escaped(("where", "claim", "the paper's number", "ours", "verdict"), rows))
-        lines.append(f"[All {len(own)} claims]({FOLDER.name}/{paper.name}.md): {told}.")
+        lines.append(f"[All {len(own)} claims]({FOLDER.name}/{paper.name}.md): {verdicts}.")
     return "\n\n".join(lines) + "\n"
 
 
@@ -279,9 +280,9 @@ def _table(paper: Paper, outcomes: Mapping[tuple[str, str], Outcome], ways: Sequ
     for claim in paper.claims:
         found, place = outcomes[paper.name, claim.name], places.get(claim.name)
         how = "-" if place is None else f"[{place}](#{_anchor(paper, place)})"
-        told = (found.ours, found.could_tell, claim.tier or "-", _verdict(claim, found), how)
-        rows.append((claim.where, claim.claim, claim.paper, *told))
-    return _escaped(("where", "claim", "the paper's number", "ours", "could tell", "tier", "verdict", "how"), rows)
+        cells = (found.ours, found.detectable, claim.tier or "-", _verdict(claim, found), how)
+        rows.append((claim.where, claim.claim, claim.paper, *cells))
+    return _escaped(("where", "claim", "the paper's number", "ours", "detectable", "tier", "verdict", "how"), rows)
 
 
 def _anchor(paper: Paper, place: int) -> str:

@@ -127,8 +127,8 @@ def draw_results(
     """The metric of every seed and its mean for each variant; next to it the differences to the variant `first`.
 
     Below that the same of other metrics, `also`. Differences have their 95 % interval, and stand out where they are
-    told (`paired.RULE`). With fewer seeds than the rule asks for there is no interval. references: of rows that are
-    compared with another one.
+    significant (`paired.RULE`). With fewer seeds than the rule asks for there is no interval. references: of rows that
+    are compared with another one.
     """
     plt = pictures.pyplot()
     metrics = (metric, *also)
@@ -161,20 +161,24 @@ def _draw_metric(axis: Any, results: Mapping[str, Sequence[Mapping[str, Any]]], 
 
 def _draw_differences(axis: Any, rows: Sequence[str], found: dict[str, Difference], first: str) -> None:
     axis.axvline(0, color=pictures.INK, linewidth=0.8)
-    told = []
+    seen = []
     for name, difference in found.items():
         row = rows.index(name)
         values = [100 * value for value in difference.by_seed.values()]
         axis.plot(values, [row] * len(values), "o", color=pictures.INK, alpha=0.4, markersize=4)
-        if difference.told is not None:
-            told.append(difference.told)
-            style = {"color": pictures.ACCENT if difference.told else pictures.INK, "markersize": 16, "capsize": 3}
+        if difference.significant is not None:
+            seen.append(difference.significant)
+            style = {
+                "color": pictures.ACCENT if difference.significant else pictures.INK,
+                "markersize": 16,
+                "capsize": 3,
+            }
             width = 100 * (difference.half_width or 0.0)
             axis.errorbar([100 * difference.mean], [row], xerr=[width], fmt="|", **style)
         if difference.minus != first:
             place = {"xy": (1.02, row), "xycoords": axis.get_yaxis_transform(), "va": "center", "fontsize": 8}
             axis.annotate(f"minus {difference.minus}", annotation_clip=False, **place)
-    named = [name for name, one in (("red: told", True), ("dark: not told", False)) if one in told]
+    named = [name for name, one in (("red: significant", True), ("dark: not significant", False)) if one in seen]
     colours = f"; 95 % interval, {', '.join(named)}" if named else ""
     axis.set_xlabel(f"minus {first}, points\n(dots: seeds{colours})")
 

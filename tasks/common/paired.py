@@ -1,4 +1,4 @@
-"""Differences between the rows of a comparison, seed by seed, and when one is told.
+"""Differences between the rows of a comparison, seed by seed, and when one is significant.
 
 Runs of one seed are paired: they see the same examples in the same order, augmented alike, and are tested on the same
 images. From scratch they start with the same weights, as far as a dense model has them. So a row is compared with the
@@ -19,20 +19,20 @@ from tasks.common.metrics import unpack_correct
 from tasks.common.tables import markdown_table, plus_minus
 
 ACCURACY = "test_accuracy"
-FEWEST = 3  # seeds, for a difference to be told
+FEWEST = 3  # seeds, for a difference to be significant
 CONFIDENCE = 0.95
 POWER = 0.8
 AT_LEAST = "at least"
 RULE = (
-    f"A difference is told if 0 is outside its {100 * CONFIDENCE:.0f} % interval, which is the mean ± t(0.975, n - 1) "
-    f"standard errors over n seeds, with n of {FEWEST} or more; else the rows are not told apart. If no row differed, "
-    "one of 20 would be told by chance. Intervals are of one row each, and of this data, model and schedule."
+    f"A difference is significant if 0 is outside its {100 * CONFIDENCE:.0f} % interval, which is the mean ± "
+    f"t(0.975, n - 1) standard errors over n seeds, with n of {FEWEST} or more. If no row differed, expect one false "
+    "positive in 20. Intervals are of one row each, and of this data, model and schedule."
 )
 
-COULD_TELL = (
-    f'"Could tell" is the smallest difference that {100 * POWER:.0f} of 100 repetitions would have told, with the '
-    f'spread that was found; with fewer than {FEWEST} seeds it is "{AT_LEAST}" what the test images alone would let be '
-    "told, to which seeds add."
+DETECTABLE = (
+    f'"Detectable" is the smallest difference that {100 * POWER:.0f} of 100 repetitions would find significant (the '
+    f'power), with the spread that was found; with fewer than {FEWEST} seeds it is "{AT_LEAST}" what the test images '
+    "alone allow, to which seeds add."
 )
 
 
@@ -68,8 +68,8 @@ class Difference:
         return float(stdtrit(len(self.by_seed) - 1, (1 + CONFIDENCE) / 2)) * self.error
 
     @property
-    def told(self) -> bool | None:
-        """Whether it is told by `RULE`; None with too few seeds."""
+    def significant(self) -> bool | None:
+        """Whether it is, by `RULE`; None with too few seeds."""
         if len(self.by_seed) < FEWEST or self.half_width is None:
             return None
         return abs(self.mean) > self.half_width
@@ -126,8 +126,8 @@ def image_scores(record: Mapping[str, Any], metric: str) -> np.ndarray | None:
     return None
 
 
-def smallest_told(difference: Difference) -> float | None:
-    """The difference in points that would be told with a probability of `POWER`, with the spread that was found; None
+def smallest_detectable(difference: Difference) -> float | None:
+    """The difference in points that is significant with a probability of `POWER`, with the spread that was found; None
     with fewer seeds than the rule asks for.
     """
     count = len(difference.by_seed)
@@ -136,13 +136,13 @@ def smallest_told(difference: Difference) -> float | None:
     return 100 * float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) + stdtrit(count - 1, POWER)) * difference.error
 
 
-def could_tell(found: Sequence[Difference]) -> str:
-    """The smallest difference that could have been told, as text, in points; of several, that where it is largest.
+def detectable(found: Sequence[Difference]) -> str:
+    """The smallest detectable difference, as text, in points; of several, that where it is largest.
 
     With too few seeds for the rule: the least that the test images alone allow, to which seeds add; "-" if it is not
     known which images were right.
     """
-    least = [smallest_told(one) for one in found]
+    least = [smallest_detectable(one) for one in found]
     if None not in least:
         return f"{max(one for one in least if one is not None):.2f}"
     errors = [max(one.image_errors.values(), default=None) for one in found]
@@ -154,11 +154,11 @@ def could_tell(found: Sequence[Difference]) -> str:
 
 def verdict(difference: Difference) -> str:
     """What `RULE` says, in words."""
-    if difference.told is None:
+    if difference.significant is None:
         return f"fewer than {FEWEST} seeds"
-    if not difference.told:
-        return "not told apart"
-    return "told: above" if difference.mean > 0 else "told: below"
+    if not difference.significant:
+        return "not significant"
+    return "significantly above" if difference.mean > 0 else "significantly below"
 
 
 def difference_table(found: Mapping[str, Difference], first: str) -> str:
@@ -168,7 +168,7 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
     """
     columns = (
         *("row", f"minus {first}, points, by seed", "mean ± standard error", "95 % interval"),
-        *("could tell", "standard error of one seed, by its test images", "verdict"),
+        *("detectable", "standard error of one seed, by its test images", "verdict"),
     )
     rows = []
     for name, difference in found.items():
@@ -180,9 +180,9 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
                 ", ".join(f"{100 * value:+.2f}" for value in difference.by_seed.values()),
                 plus_minus(mean, None if difference.error is None else 100 * difference.error, "+"),
                 "-" if half is None else f"{mean - 100 * half:+.2f} to {mean + 100 * half:+.2f}",
-                could_tell([difference]),
+                detectable([difference]),
                 f"{100 * float(np.mean(errors)):.2f}" if errors else "-",
                 verdict(difference),
             ]
         )
-    return f"{markdown_table(columns, rows)}\n\n{RULE} {COULD_TELL}"
+    return f"{markdown_table(columns, rows)}\n\n{RULE} {DETECTABLE}"

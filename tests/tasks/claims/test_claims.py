@@ -22,7 +22,7 @@ from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
 from tasks.common.hf_run import task_named
 from tasks.common.metrics import pack_correct
-from tasks.common.paired import Difference, differences, smallest_told
+from tasks.common.paired import Difference, differences, smallest_detectable
 from tasks.common.records import add_records
 from tasks.common.tables import count_of_seeds
 from tests.each import each
@@ -86,7 +86,7 @@ def test_difference_without_shared_seeds_is_not_run_yet(records: dict) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_seeds_tell_nothing(count: int) -> None:
     found = judged("difference", PAIR, {"a": runs(*[0.9] * count), "b": runs(*[0.1, 0.1001][:count])})
-    assert (found.verdict, found.could_tell, found.half_width) == (OPEN, "-", None)
+    assert (found.verdict, found.detectable, found.half_width) == (OPEN, "-", None)
     assert found.mean == pytest.approx(80, abs=0.1) and found.ours == f"{found.mean:+.2f} ({count_of_seeds(count)})"
 
 
@@ -102,7 +102,7 @@ def test_few_seeds_could_tell_at_best_what_their_images_allow(count: int) -> Non
         ]
         for row in "abcd"
     }
-    word, least = judged("difference", PAIR, records).could_tell.rsplit(maxsplit=1)
+    word, least = judged("difference", PAIR, records).detectable.rsplit(maxsplit=1)
     assert word == "at least"
     apart = random.binomial(images, 0.5 + float(least) / 200, 4000) - random.binomial(
         images, 0.5 - float(least) / 200, 4000
@@ -110,7 +110,7 @@ def test_few_seeds_could_tell_at_best_what_their_images_allow(count: int) -> Non
     error = math.sqrt(images / 2)
     assert np.mean(apart > stats.norm.ppf(0.975) * error) == pytest.approx(0.8, abs=0.03)
     # Of four rows that are right independently of each other, the error is root 2 times as large.
-    contrast = judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records).could_tell
+    contrast = judged("contrast", {"larger": ["a", "b"], "smaller": ["c", "d"]}, records).detectable
     assert contrast.startswith("at least ")
     assert float(contrast.rpartition(" ")[2]) == pytest.approx(math.sqrt(2) * float(least), rel=0.05)
 
@@ -120,10 +120,10 @@ def test_smallest_told_difference_is_told_four_times_in_five(count: int) -> None
     """By simulation with a known spread: what the formula gives of that spread."""
     random, spread, told, repeats = np.random.default_rng(0), 0.01, 0, 4000
     base = Difference(dict(enumerate(spread * np.sqrt((count - 1) / count) * np.resize([1, -1], count))), {})
-    least = smallest_told(base) * spread / (base.error * math.sqrt(count)) / 100
+    least = smallest_detectable(base) * spread / (base.error * math.sqrt(count)) / 100
     for _ in range(repeats):
         sample = least + spread * random.standard_normal(count)
-        told += bool(Difference(dict(enumerate(sample)), {}).told and sample.mean() > 0)
+        told += bool(Difference(dict(enumerate(sample)), {}).significant and sample.mean() > 0)
     assert 0.74 < told / repeats < 0.9
 
 
@@ -157,8 +157,8 @@ def test_order_is_spearmans(seed: int) -> None:
 def test_orders_could_tell_the_critical_value_of_the_tables(rows: int, least: float) -> None:
     paper = {f"r{n}": float(n) for n in range(rows)}
     found = judged("order", {"paper": paper}, {name: runs(value / 100) for name, value in paper.items()})
-    assert found.could_tell.endswith(" (rank)")
-    assert float(found.could_tell.split()[0]) == pytest.approx(least, abs=0.006 if rows < 8 else 0.02)
+    assert found.detectable.endswith(" (rank)")
+    assert float(found.detectable.split()[0]) == pytest.approx(least, abs=0.006 if rows < 8 else 0.02)
 
 
 @pytest.mark.parametrize("values", [(1, 1, 2, 3), (0, 0, 0, 1), (1, 1, 1, 1, 2)])
@@ -174,7 +174,7 @@ def test_an_order_that_its_ties_leave_untold_is_refused(values: tuple[int, ...])
 def test_ties_among_our_own_rows_tell_nothing() -> None:
     paper = {name: float(n) for n, name in enumerate("abcd")}
     found = judged("order", {"paper": paper}, {name: runs(0.5 + 0.1 * (name == "d")) for name in paper})
-    assert (found.verdict, found.could_tell) == (OPEN, "-")
+    assert (found.verdict, found.detectable) == (OPEN, "-")
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
@@ -183,7 +183,7 @@ def test_rows_that_are_all_equal_have_no_order(kind: str, extra: dict[str, str],
     numbers = {name: float(n) for n, name in enumerate("abcdefghi")}
     settings = {"paper" if kind == "order" else "xs": numbers, **extra}
     found = judged(kind, settings, {name: runs(value) for name in numbers})
-    assert (found.verdict, found.could_tell) == (OPEN, "-") and "all are equal" in found.ours
+    assert (found.verdict, found.detectable) == (OPEN, "-") and "all are equal" in found.ours
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -212,7 +212,7 @@ def test_pairs_are_a_paired_t_test_over_settings(shift: float) -> None:
     assert found.verdict == (HOLDS if low > 0 else FAILS if high < 0 else OPEN)
     assert found.mean - found.half_width == pytest.approx(100 * low)
     assert f"{100 * low:+.2f} to {100 * high:+.2f}; 6 pairs" in found.ours and "2 seeds" in found.ours
-    assert float(found.could_tell) > 0
+    assert float(found.detectable) > 0
     del records["a0"]
     assert judged("pairs", settings, records).verdict == NOT_YET
 
@@ -248,8 +248,8 @@ def test_best_of_rows() -> None:
     }
     assert judged("best", {"row": "a", "among": ["b", "c"]}, records).verdict == HOLDS
     assert judged("best", {"row": "b", "among": ["a", "c"]}, records).verdict == FAILS
-    pairs = [judged("difference", {"higher": "a", "lower": other}, records).could_tell for other in "bc"]
-    assert judged("best", {"row": "a", "among": ["b", "c"]}, records).could_tell == max(pairs, key=float) != min(pairs)
+    pairs = [judged("difference", {"higher": "a", "lower": other}, records).detectable for other in "bc"]
+    assert judged("best", {"row": "a", "among": ["b", "c"]}, records).detectable == max(pairs, key=float) != min(pairs)
     noisy = {**records, "b": runs(0.8, 0.5, 0.75, 0.55, 0.76)}
     assert judged("best", {"row": "a", "among": ["b", "c"]}, noisy).verdict == OPEN
     assert judged("best", {"row": "a", "among": ["b", "d"]}, records).verdict == NOT_YET
@@ -279,7 +279,7 @@ def test_every_row_is_above(levels: dict, verdict: str, counts: str) -> None:
             for row, other in zip("abc", lower, strict=True)
         ]
         assert [one.verdict for one in alone].count(HOLDS) == int(counts.split("above ")[1][0])
-        assert found.could_tell == max((one.could_tell for one in alone), key=float)
+        assert found.detectable == max((one.detectable for one in alone), key=float)
     del records["c"]
     assert judged("every", {"higher": ["a", "b", "c"], "lower": ["d", "d", "d"]}, records).verdict == NOT_YET
 
@@ -306,7 +306,7 @@ def test_oracle_of_rows_is_compared_with_that_of_as_many_seeds(apart: bool, verd
     assert found.half_width == pytest.approx(stats.t.ppf(0.975, freedom) * math.sqrt(sum(variances)))
     error = found.half_width / stats.t.ppf(0.975, freedom)
     least = error * (stats.t.ppf(0.975, freedom) + stats.t.ppf(0.8, freedom))
-    assert float(found.could_tell) == pytest.approx(least, abs=0.006)
+    assert float(found.detectable) == pytest.approx(least, abs=0.006)
     del records["b"][1:]
     assert judged("oracle", {"among": rows}, records).verdict == NOT_YET
 
@@ -618,7 +618,7 @@ def test_trained_rows_tell_nothing_with_fewer_seeds_than_the_rule_asks_for(tmp_p
     assert found.verdict == (told if seeds == 3 else OPEN)
     assert "rank correlation" in found.ours or found.mean == pytest.approx(30)
     assert (found.half_width is not None) == ("pairs" in test and seeds == 3)
-    assert (found.could_tell == "-") == (seeds < 3)
+    assert (found.detectable == "-") == (seeds < 3)
 
 
 def test_a_row_that_is_told_the_other_way_counts_though_another_has_one_seed(tmp_path) -> None:

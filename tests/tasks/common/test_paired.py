@@ -10,7 +10,7 @@ from scipy import stats
 
 from tasks.common.comparison_table import draw_results, write_comparison
 from tasks.common.metrics import pack_correct, unpack_correct
-from tasks.common.paired import Difference, could_tell, difference_table, differences, image_error, verdict
+from tasks.common.paired import Difference, detectable, difference_table, differences, image_error, verdict
 
 
 def record(seed, accuracy, right=None):
@@ -31,10 +31,10 @@ def test_a_difference_worked_out_by_hand():
     assert [round(100 * value, 6) for value in one.by_seed.values()] == [3, 2, -2]
     assert (100 * one.mean, 100 * one.error) == pytest.approx((1, math.sqrt(7) / math.sqrt(3)))
     assert 100 * one.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3), rel=1e-6)
-    assert one.told is False and verdict(one) == "not told apart"
+    assert one.significant is False and verdict(one) == "not significant"
     line = difference_table(found, "dense").split("\n")[2]
     # With 2 degrees of freedom: (4.303 + 1.061) * 1.528.
-    assert line == "| other | +3.00, +2.00, -2.00 | +1.00 ± 1.53 | -5.57 to +7.57 | 8.19 | - | not told apart |"
+    assert line == "| other | +3.00, +2.00, -2.00 | +1.00 ± 1.53 | -5.57 to +7.57 | 8.19 | - | not significant |"
 
 
 def test_a_difference_is_told_when_the_paired_t_test_says_so():
@@ -45,18 +45,18 @@ def test_a_difference_is_told_when_the_paired_t_test_says_so():
         other += random.choice([0, 0.01, -0.03])
         one = differences(rows(a=first, b=other), "a")["b"]
         test = stats.ttest_rel(other, first)
-        assert one.told == (test.pvalue < 0.05)
+        assert one.significant == (test.pvalue < 0.05)
         low, high = test.confidence_interval(0.95)
         assert (one.mean - one.half_width, one.mean + one.half_width) == pytest.approx((low, high))
-        if one.told:
-            assert verdict(one) == ("told: above" if test.statistic > 0 else "told: below")
-        told.append(one.told)
+        if one.significant:
+            assert verdict(one) == ("significantly above" if test.statistic > 0 else "significantly below")
+        told.append(one.significant)
     assert 20 < sum(told) < 180
 
 
 def test_two_seeds_tell_nothing():
     found = differences(rows(a=[0.1, 0.1], b=[0.9, 0.9], c=[0.2]), "a")
-    assert [one.told for one in found.values()] == [None, None]
+    assert [one.significant for one in found.values()] == [None, None]
     assert found["b"].half_width == 0 and found["c"].half_width is found["c"].error is None
     assert verdict(found["b"]) == "fewer than 3 seeds"
     assert "| c | +10.00 | +10.00 | - | - | - | fewer than 3 seeds |" in difference_table(found, "a")
@@ -64,7 +64,7 @@ def test_two_seeds_tell_nothing():
 
 @pytest.mark.parametrize(("by", "told"), [(0.0, False), (0.01, True)])
 def test_the_same_difference_in_every_seed(by, told):
-    assert Difference({0: by, 1: by, 2: by}, {}).told is told
+    assert Difference({0: by, 1: by, 2: by}, {}).significant is told
 
 
 def test_only_seeds_that_both_rows_have_are_compared():
@@ -108,7 +108,7 @@ def test_the_error_over_episodes_is_of_their_rewards():
     for metric, apart in expected.items():
         assert image_error(*runs, metric) == pytest.approx(np.std(apart, ddof=1) / math.sqrt(50)), metric
         found = differences({"a": runs[1:], "b": runs[:1]}, "a", metric)["b"]
-        assert could_tell([found]) == f"at least {100 * 2.801585 * np.std(apart, ddof=1) / math.sqrt(50):.2f}"
+        assert detectable([found]) == f"at least {100 * 2.801585 * np.std(apart, ddof=1) / math.sqrt(50):.2f}"
     del runs[0]["test_rewards"]
     assert image_error(*runs, "test_max_reward") is None
 
@@ -127,7 +127,7 @@ def test_a_comparison_is_written_with_its_differences_and_their_picture(tmp_path
     write_comparison(results, tmp_path, "a")
     text = (tmp_path / "table.md").read_text()
     assert text.strip() in capsys.readouterr().out
-    assert "told: above" in text and "not told apart" in text and "A difference is told if" in text
+    assert "significantly above" in text and "not significant" in text and "A difference is significant if" in text
     assert {path.name for path in tmp_path.iterdir()} == {"table.md", "results.png"}
     alone = draw_results({"a": results["a"]}, tmp_path / "alone.png", "a").stat().st_size
     assert (tmp_path / "results.png").stat().st_size > alone

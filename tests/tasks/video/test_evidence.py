@@ -49,7 +49,7 @@ def test_the_table_has_every_factor_and_what_is_told(tmp_path, capsys):
             wanted = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" if values else "-"
             assert cell == wanted
     mean = statistics.mean(100 * (own[2] - base[2]) for own, base in zip(ROWS["sparse"], ROWS["dense"], strict=True))
-    assert cells["sparse"][4].startswith(f"{mean:+.2f} ± ") and cells["sparse"][5] == "told: below"
+    assert cells["sparse"][4].startswith(f"{mean:+.2f} ± ") and cells["sparse"][5] == "significantly below"
     assert cells["dense"][4:6] == ["-", "-"] and cells["blind"][6].startswith("-")
 
 
