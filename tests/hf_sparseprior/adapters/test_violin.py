@@ -496,6 +496,7 @@ def test_a_saved_config_has_every_setting(tmp_path):
         "name": "violin",
         "curves": ["hilbert"],
         "placement": "multiply",
+        "alpha_scales": "logits",
         "gamma": None,
         "init": "identity",
         "learn_alpha": False,
