@@ -318,7 +318,8 @@ RUNS = [run for name in (*FILES, *shipped.PRETRAINING) for run in shipped.runs(n
 @pytest.mark.parametrize("name", RUNS)
 def test_shipped_configurations_load(name):
     config = PRETRAINING.load_config(shipped.path(name))
-    assert config["model"].get("prior") in ("dense", "violin") and config["trainer"]["output_dir"]
+    published = {"decay": {"name": "violin", "init": "pretrain_published"}}
+    assert config["model"].get("prior") in ("dense", "violin", published) and config["trainer"]["output_dir"]
 
 
 def test_the_papers_configurations_have_the_papers_models():
