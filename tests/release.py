@@ -173,9 +173,14 @@ def extended() -> None:
         *("-p", "tests.pasted", "-p", "no:cacheprovider", "-n", "auto", "--dist", "loadfile", "-q", "-rfE"),
         "tests",
     ]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    others = failures(done.stdout) - DOCUMENTS
-    assert not others and " passed" in done.stdout, f"failed: {', '.join(sorted(others)) or done.stdout[-200:]}"
+    log = RELEASE / "extended.log"  # who stops it sees what failed until then
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"progress: {log}", flush=True)
+    with log.open("w") as file:
+        subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=file)
+    output = log.read_text()
+    others = failures(output) - DOCUMENTS
+    assert not others and " passed" in output, f"failed: {', '.join(sorted(others)) or output[-200:]}"
 
 
 def docs() -> None:
