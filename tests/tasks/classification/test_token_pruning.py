@@ -53,9 +53,9 @@ def test_shipped_configurations_build_models_that_prune(name):
 def test_recipes_are_those_of_the_published_scripts():
     evit, dynamicvit = (load_config(shipped.path(f"{TABLE}-{name}_0.7")) for name in ("evit", "dynamicvit"))
     named = ("num_train_epochs", "learning_rate", "per_device_train_batch_size", "weight_decay")
-    assert [evit["trainer"][name] for name in named] == [300, 1e-3, 128, 0.05]
+    assert [evit["trainer"][name] for name in named] == [300, 2e-3, 256, 0.05]
     assert (evit["trainer"]["keep_rate_start_epoch"], evit["trainer"]["keep_rate_epochs"]) == (10, 100)
-    assert [dynamicvit["trainer"][name] for name in named] == [30, 7.5e-4, 96, 0.05]
+    assert [dynamicvit["trainer"][name] for name in named] == [30, 1e-3, 128, 0.05]
     assert dynamicvit["trainer"]["backbone_learning_rate"] == 0.01 and dynamicvit["model"]["drop_path_rate"] == 0.0
 
 
