@@ -14,7 +14,15 @@ from tests.configs import shipped
 from tests.configs.test_recipes import is_small
 
 # In experiments/, ours and in small as a whole.
-OURS = ("curve_order", "families_small", "vio_paired", "vio_published", "sparsifiner_published", "dino_cifar10", "fib_batch")
+OURS = (
+    "curve_order",
+    "families_small",
+    "vio_paired",
+    "vio_published",
+    "sparsifiner_published",
+    "dino_cifar10",
+    "fib_batch",
+)
 TASKS = {"classification", "pretraining", "video", "robotics", "segmentation", "detection"}
 
 
