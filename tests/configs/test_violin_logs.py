@@ -1,7 +1,7 @@
 """Our full-size configurations of VIOLIN against the training logs that its authors published, line by line.
 
-Of each log a few epochs are written down here: parameters, the learning rate, DINO's weight decay too. Where ours is another
-number, `OTHER` has it, and why. docs/ambiguities.md says the same in words.
+Of each log a few epochs are written down here: parameters, the learning rate, DINO's weight decay too. Where ours is
+another number, it stands here with the reason. docs/ambiguities.md says the same in words.
 """
 
 import json
@@ -35,8 +35,8 @@ DINO_BASE = {
     399: (2.0081e-6, 0.4),
 }
 
-# timm sets a rate at the end of an epoch for the next but one: the log is an epoch late, and has one rate for a whole epoch;
-# its cosine begins with the first epoch and not after the warm-up. Ours rises and falls step by step.
+# timm sets a rate at the end of an epoch for the next but one: the log is an epoch late, and has one rate for a whole
+# epoch; its cosine begins with the first epoch and not after the warm-up. Ours rises and falls step by step.
 OTHER_DEIT = {0: 1.008e-4, 1: 3.007e-4, 2: 5.005e-4, 5: 1.0e-3, 6: 9.999e-4, 10: 9.991e-4, 50: 9.43e-4, 150: 5.155e-4}
 OTHER_DEIT |= {250: 7.72e-5, 299: 1.001e-5}
 
