@@ -171,8 +171,8 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
 
 
 @pytest.mark.parametrize("name", SMOKE)
-def test_the_readme_records_and_trains_what_small_configurations_read(name):
-    readme = (ROOT / "tasks" / "robotics" / "README.md").read_text()
+def test_the_pages_record_and_train_what_small_configurations_read(name):
+    readme = "".join(page.read_text() for page in (ROOT / "tasks" / "robotics").glob("*.md"))
     config = load_config(shipped.path(name))
     (line,) = (line for line in readme.splitlines() if f" {config['data']['path']} --episodes" in line)
     cameras = {key.removesuffix("_image") for key, shape in config["policy"]["observations"].items() if len(shape) == 3}
