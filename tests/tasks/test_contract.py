@@ -230,10 +230,11 @@ if find_spec("tasks.turned"):  # of docs/how-to/add-task.md, see tests/pasted.py
     )  # fmt: skip
 
 
-# What transformers' Trainer, mmengine's Runner and our own loop do is the same for each task that has them.
+# What transformers' Trainer, mmengine's Runner and our own loop do is the same for each task that has them. What a page
+# adds is tried as a whole.
 one_of_each_framework = pytest.mark.parametrize(
-    "whole", [row for row in ROWS if row.task in ("classification", "segmentation", "robotics")], indirect=True,
-    ids=lambda row: row.task,
+    "whole", [row for row in ROWS if row.task in ("classification", "segmentation", "robotics", "turned")],
+    indirect=True, ids=lambda row: row.task,
 )  # fmt: skip
 
 

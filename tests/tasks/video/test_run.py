@@ -263,7 +263,7 @@ def test_augmentation_acts_on_all_frames_alike_and_repeats(videos):
     assert all(one.equal(two) for one, two in zip(first, second, strict=True))
     assert len({one.numpy().tobytes() for one in first}) == 6
     # A clip that stands is still one after it: the same window, flips and light in every frame.
-    dataset.frames = lambda index, place: np.repeat(moving(0, True)[2:3], 3, axis=0)
+    dataset.frames = lambda index, place, short_side: np.repeat(moving(0, True)[2:3], 3, axis=0)
     for draw in draws:
         pixels = dataset[draw]["pixel_values"]
         assert pixels[0].equal(pixels[1]) and pixels[0].equal(pixels[2])
