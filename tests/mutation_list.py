@@ -11,8 +11,10 @@ from dataclasses import dataclass
 class Mutation:
     """A mistake that some test has to notice.
 
-    what: in words. place: path and function, PATH::CLASS.METHOD. operator, node: as of `Site`. tests: names of test
-    files in any folder, each may be a pattern. select: pytest's -k. number: where there are several such nodes.
+    what: in words.
+    place: path and function, PATH::CLASS.METHOD.
+    operator, node: as of `Site`. number: where the function has several such nodes.
+    tests: names of test files in any folder: "test_x.py", "priors/test_x.py", "test_x_*.py". select: pytest's -k.
     """
 
     what: str
@@ -25,8 +27,8 @@ class Mutation:
 
 
 OPS, ALL_OPS = "matches_loops or reference", "test_ops.py test_backend_*.py"
-RUNS = "test_run_folder.py test_run.py"
-NOT_VIDEO = "(folder or differences or configuration or overwrite or finished or skipped) and not video"
+RUNS = "test_run_folder.py classification/test_run.py"
+OF_FOLDERS = "folder or differences or configuration or overwrite or finished or skipped"
 
 ATTENTION = (
     Mutation(
@@ -105,12 +107,12 @@ PATTERNS = (
     Mutation(
         "the sum over curves, not their mean",
         "hf_sparseprior/patterns/decay.py::decay_weights",
-        *("arithmetic", "/", "test_decay.py"),
+        *("arithmetic", "/", "patterns/test_decay.py"),
     ),
     Mutation(
         "distances have a sign",
         "hf_sparseprior/patterns/decay.py::pair_distances",
-        *("drop_call", "abs", "test_decay.py"),
+        *("drop_call", "abs", "patterns/test_decay.py"),
     ),
     Mutation(
         "gamma is not the sigmoid of beta",
@@ -120,7 +122,7 @@ PATTERNS = (
     Mutation(
         "beta in half precision",
         "hf_sparseprior/patterns/decay.py::Decay._apply.keep_precision",
-        *("drop_keyword", "dtype", "test_decay.py"),
+        *("drop_keyword", "dtype", "patterns/test_decay.py"),
     ),
 )
 
@@ -128,12 +130,12 @@ MODELS = (
     Mutation(
         "two layouts share a plan",
         "hf_sparseprior/priors/layer.py::PriorAttention._constant_plan",
-        *("drop_element", "layout", "test_attention.py test_token_order.py test_attention_plan.py"),
+        *("drop_element", "layout", "priors/test_attention.py", "plan"),
     ),
     Mutation(
         "two ways to see time share the decay's positions",
         "hf_sparseprior/attention/plan.py::AttentionPlan.__init__",
-        *("drop_element", "self.time", "test_attention_plan.py test_time.py"),
+        *("drop_element", "self.time", "test_attention_plan.py"),
     ),
     Mutation(
         "saved code has modules in the wrong order",
@@ -161,12 +163,12 @@ TRAINING = (
     Mutation(
         "layer decay is two layers off",
         "hf_sparseprior/training/layer_decay.py::parameter_groups",
-        *("arithmetic", "+", "test_layer_decay.py"),
+        *("arithmetic", "+", "training/test_layer_decay.py"),
     ),
     Mutation(
         "micro-batches do not weigh by their samples",
         "hf_sparseprior/training/trainer.py::SparsePriorTrainer.share_of_step",
-        *("arithmetic", "*", "test_training.py", "mean_over_its_samples or shorter_last", 1),
+        *("arithmetic", "*", "training/test_training.py", "mean_over_its_samples or shorter_last", 1),
     ),
     Mutation(
         "beta decays",
@@ -181,7 +183,7 @@ TRAINING = (
     Mutation(
         "every epoch has the same order",
         "hf_sparseprior/training/sampling.py::DrawSampler.__iter__",
-        *("drop_element", "epoch", "test_training.py test_sampling.py", "order"),
+        *("drop_element", "epoch", "training/test_training.py test_sampling.py", "order"),
     ),
     Mutation(
         "the averaged weights stay in the model",
@@ -194,17 +196,17 @@ TASKS = (
     Mutation(
         "another run's folder is taken",
         "tasks/common/run_folder.py::finished_results",
-        *("drop_statement", "raise", RUNS, NOT_VIDEO, 2),
+        *("drop_statement", "raise", RUNS, OF_FOLDERS, 2),
     ),
     Mutation(
         "a cut checkpoint counts as whole",
         "tasks/common/run_folder.py::checkpoint_damage",
-        *("return_none", "return", RUNS, NOT_VIDEO, 1),
+        *("return_none", "return", RUNS, OF_FOLDERS, 1),
     ),
     Mutation(
         "another run's results are read",
         "tasks/common/run_folder.py::folder_differences",
-        *("logic", "or", "test_run_folder.py test_run.py test_compare.py", "not video"),
+        *("logic", "or", "test_run_folder.py common/test_compare.py"),
     ),
     Mutation(
         "a second record of a run may differ",
@@ -234,12 +236,12 @@ TASKS = (
     Mutation(
         "actions come back off centre",
         "tasks/robotics/normalizer.py::Normalizer.undo",
-        *("arithmetic", "+", "test_data.py test_policy.py"),
+        *("arithmetic", "+", "robotics/test_data.py robotics/test_policy.py"),
     ),
     Mutation(
         "feature maps keep the layout of tokens in memory",
         "tasks/common/mm/backbone.py::MMBackbone.forward",
-        *("drop_call", "contiguous", "test_backbone.py"),
+        *("drop_call", "contiguous", "mm/test_backbone.py"),
     ),
 )
 
