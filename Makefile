@@ -41,8 +41,8 @@ docs: install
 sanitize: install
 	CI_NEEDS_KERNELS=1 $(RUN) -m pytest tests/hf_sparseprior/kernels/test_sanitizer.py
 
-# Thirty mistakes, one at a time, each of which some test has to notice; ten minutes.
-mutations: install
+# Sixty mistakes, each of which some test has to notice. Two run at a time, for some twenty minutes.
+mutations: video dense robotics
 	$(RUN) -m tests.mutations
 
 # What has to hold before a release (docs/releasing.md): a fresh clone, wheels, licences, lowest versions, other Pythons.

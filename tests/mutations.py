@@ -1,259 +1,200 @@
-"""Do the tests notice a mistake? Thirty of them, one at a time, each with the tests that have to fail.
+"""Do the tests notice a mistake? Sixty of them, one at a time, each with the tests that have to fail.
 
-    python -m tests.mutations [NAME ...] [--root CHECKOUT]
+    python -m tests.mutations [PART OF A NAME ...] [--root CHECKOUT] [--jobs N]
 
-A mistake replaces a short text that occurs once in hf_sparseprior or tasks by another. The tree is copied, one mistake
-is made in the copy, and the named test files run there until the first failure. A mistake that no test notices
-survives. It is an error if the text does not occur exactly once, or if no test is selected. The exit status is 1 if any
-mistake survives. pytest does not collect this file; it takes some ten minutes on one core.
+Forty are chosen (`mutation_list.CHOSEN`), each with its tests. Twenty are drawn by a fixed seed from all that can be
+made in functions of hf_sparseprior (`drawn`); for these the tests that import the module run first, then the others of
+its room (`tests_of`).
+
+Each mistake is made in a copy of the checkout. It counts as noticed if a test fails which passes without it; a survivor
+is one that no test noticed, unless it is explained (`mutation_list.EXPLAINED`). The exit status is 1 if there is a
+survivor, or a mistake that cannot be made or tested. pytest does not collect this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import heapq
 import os
+import queue
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = ("hf_sparseprior", "tasks")
-COPIED = (*SOURCES, "tests", "configs", "pyproject.toml")
+from tests.mutation_list import CHOSEN, EXPLAINED, Mutation
+from tests.mutation_sites import Site, changed, sites
+
+SEED, DRAWN = 0, 20
+LEFT_OUT = (".git", ".venv", "outputs", "build", "data", "demonstrations")
+KILLED, SURVIVED, EXPLAINED_AWAY, ERROR = "killed", "SURVIVED", "explained", "ERROR"
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """`old` becomes `new`. `tests` are names of test files in any folder; `select` is pytest's -k."""
+class Trial:
+    """A mistake to be made. stages: pytest's arguments, one list after the other until a test fails."""
 
-    name: str
-    old: str
-    new: str
-    tests: str
-    select: str = ""
+    title: str
+    site: Site
+    stages: list[list[str]]
 
 
-OPS = "matches_loops or reference"
-RUNS = "test_run_folder.py test_run.py"
-NOT_VIDEO = "(folder or differences or configuration or overwrite or finished or skipped) and not video"
-MUTATIONS = (
-    # The attention core.
-    Mutation(
-        "masked pairs get another logit",
-        '"neg_inf" else 0.0)\n    if',
-        '"neg_inf" else 1.0)\n    if',
-        "test_ops.py test_backend_*.py",
-        OPS,
-    ),
-    Mutation(
-        "prefix tokens decay",
-        "(prefix, 0, prefix, 0), value=1.0)",
-        "(prefix, 0, prefix, 0), value=0.9)",
-        "test_ops.py test_backend_*.py",
-        OPS,
-    ),
-    Mutation(
-        "residual with the wrong sign", "else 1.0 + decay_HTT", "else 1.0 - decay_HTT", "test_placement.py", "formula"
-    ),
-    Mutation(
-        "add forgets its one",
-        '(decay_HTT - 1.0) if placement == "add"',
-        'decay_HTT if placement == "add"',
-        "test_placement.py",
-        "formula",
-    ),
-    Mutation("sdpa without its mask", "attn_mask=mask", "attn_mask=None", "test_ops.py test_backend_*.py", OPS),
-    Mutation("dropped keys keep their weight", "clamp_min(1e-6)", "clamp_min(1e9)", "test_token_pruning.py"),
-    Mutation(
-        "diagonal forgets the floor",
-        "probs / total - floor * inside",
-        "probs / total",
-        "test_ops.py test_backend_*.py",
-        "diagonal",
-    ),
-    Mutation(
-        "diagonal's prefix without V",
-        "out + probs[..., :prefix] @ v_prefix",
-        "out + 0 * probs[..., :prefix] @ v_prefix",
-        "test_ops.py test_backend_*.py",
-        "diagonal",
-    ),
-    Mutation(
-        "gather forgets the softmax's sum in its gradient",
-        "grad_logits = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))",
-        "grad_logits = probs * grad_probs",
-        "test_ops.py test_backend_*.py",
-        "gather",
-    ),
-    Mutation(
-        "frames forgets the softmax's sum in its gradient",
-        "grad_scores = probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True))",
-        "grad_scores = probs * grad_probs",
-        "test_time.py",
-    ),
-    # Supports, sequences and curves.
-    Mutation(
-        "windows end too early",
-        "(high - low) * head // (num_heads - 1)",
-        "(high - low) * head // num_heads",
-        "test_supports.py",
-    ),
-    Mutation(
-        "every layer has the same order",
-        "random.Random(shuffle_seed + layer)",
-        "random.Random(shuffle_seed)",
-        "test_supports.py",
-    ),
-    Mutation("Fibonacci adds one", "a, b = b, a + b", "a, b = b, a + b + 1", "test_sequences.py"),
-    Mutation(
-        "the window's end is left out",
-        "1 <= term <= window",
-        "1 <= term < window",
-        "test_sequences.py test_supports.py",
-    ),
-    Mutation(
-        "the snake turns too early", "rank[1::2] = rank[1::2, ::-1]", "rank[::2] = rank[::2, ::-1]", "test_curves.py"
-    ),
-    Mutation(
-        "the zigzag goes the other way",
-        "np.where(diagonal % 2 == 0, columns - first, last - columns)",
-        "np.where(diagonal % 2 == 1, columns - first, last - columns)",
-        "test_curves.py",
-    ),
-    Mutation(
-        "a pruning ratio of tokens, not pairs", "/ 100.0) * num_tokens**2", "/ 100.0) * num_tokens", "test_supports.py"
-    ),
-    Mutation("Longformer's window is twice as wide", "else w // 2", "else w", "test_supports.py"),
-    # Decays.
-    Mutation("the sum over curves, not their mean", "total / distance_C.shape[0]", "total", "test_decay.py"),
-    Mutation(
-        "Chebyshev, not Manhattan",
-        "positions_CAN.unsqueeze(-2)).abs().sum(1)",
-        "positions_CAN.unsqueeze(-2)).abs().amax(1)",
-        "test_decay.py",
-    ),
-    Mutation("gamma is not the sigmoid of beta", '- math.log1p(-settings["gamma"])', "", "test_placement.py", "gamma"),
-    Mutation(
-        "beta in bfloat16",
-        "if moved.dtype in (torch.float16, torch.bfloat16)",
-        "if moved.dtype in (torch.float16,)",
-        "test_decay.py",
-    ),
-    Mutation(
-        "a learned order is not stretched",
-        "align_corners=True)[0] * stretch",
-        "align_corners=True)[0]",
-        "test_placement.py",
-        "learned_order",
-    ),
-    # Training.
-    Mutation(
-        "layer decay is one layer off",
-        "layer_decay ** (num_layers + 1 - layer)",
-        "layer_decay ** (num_layers - layer)",
-        "test_layer_decay.py",
-    ),
-    Mutation(
-        "micro-batches weigh alike",
-        "loss * (size * self.accelerator.num_processes / num_items_in_batch)",
-        "loss * (4 * self.accelerator.num_processes / num_items_in_batch)",
-        "test_training.py",
-        "mean_over_its_samples or shorter_last",
-    ),
-    Mutation("beta decays", "and id(parameter) not in exempt", "", "test_trainer.py", "no_decay"),
-    Mutation(
-        "mixed labels are swapped",
-        "mix.share * targets[row] + (1 - mix.share)",
-        "(1 - mix.share) * targets[row] + mix.share",
-        "test_mixing.py",
-    ),
-    Mutation(
-        "every epoch has the first one's order",
-        '[self.seed, epoch, *b"order"]',
-        '[self.seed, 0, *b"order"]',
-        "test_training.py test_sampling.py",
-        "order",
-    ),
-    # Run folders and results.
-    Mutation("another run's folder is taken", "if differences and not overwrite:", "if False:", RUNS, NOT_VIDEO),
-    Mutation("a cut checkpoint counts as whole", 'return f"{name} is missing"', "continue", RUNS, NOT_VIDEO),
-    Mutation(
-        "another run's results are read",
-        "not (out / RESULTS).exists() or folder_differences(out, config)",
-        "not (out / RESULTS).exists()",
-        "test_run_folder.py test_run.py test_compare.py",
-        "not video",
-    ),
-)
+# ---- which mistakes -------------------------------------------------------------------------------------------------
 
 
-def sources(root: Path) -> dict[Path, str]:
-    """Every source file and its text."""
-    return {path: path.read_text() for folder in SOURCES for path in sorted((root / folder).rglob("*.py"))}
-
-
-def mutate(root: Path, mutation: Mutation) -> Path:
-    """Make the mistake. Returns the file that has it now.
+def site_of(root: Path, mutation: Mutation) -> Site:
+    """The one site that a chosen mutation means.
 
     Raises:
-        ValueError: if the text is not there once.
+        ValueError: if there is none, or more than one.
     """
-    found = [(path, text) for path, text in sources(root).items() if mutation.old in text]
-    count = sum(text.count(mutation.old) for _, text in found)
-    if count != 1:
-        places = ", ".join(str(path.relative_to(root)) for path, _ in found) or "nowhere"
-        raise ValueError(f"{mutation.name}: {mutation.old!r} stands {count} times ({places}), it has to stand once")
-    path, text = found[0]
-    path.write_text(text.replace(mutation.old, mutation.new))
-    return path
+    path, _, function = mutation.place.partition("::")
+    wanted = (function, mutation.operator, mutation.node)
+    found = [site for site in sites(root, path) if (site.function, site.operator, site.node) == wanted]
+    if mutation.number is not None:
+        found = [site for site in found if site.number == mutation.number]
+    if len(found) != 1:
+        where = f"{mutation.place} {mutation.operator} {mutation.node} {mutation.number or ''}".strip()
+        raise ValueError(f"{mutation.what}: {where} is {len(found)} nodes, it has to be one")
+    return found[0]
 
 
-def run_tests(root: Path, mutation: Mutation) -> tuple[int, str]:
-    """pytest's exit status in this tree, and its last line."""
-    names = mutation.tests.split()
-    files = [str(path) for name in names for path in sorted((root / "tests").rglob(name))]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    command += ["-k", mutation.select] if mutation.select else []
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+def drawn(root: Path) -> list[Site]:
+    """The sites of all functions of hf_sparseprior with the smallest hashes of seed and name.
+
+    So it takes a change of these functions, or a new site with a small hash, to draw another one.
+    """
+    files = sorted(path.relative_to(root).as_posix() for path in (root / "hf_sparseprior").rglob("*.py"))
+    every = (site for path in files for site in sites(root, path))
+    return heapq.nsmallest(DRAWN, every, key=lambda site: hashlib.sha256(f"{SEED} {site.name}".encode()).digest())
+
+
+def arguments_of(root: Path, mutation: Mutation) -> list[str]:
+    """pytest's arguments for the tests of a chosen mutation.
+
+    Raises:
+        ValueError: for a name that no test file has.
+    """
+    files = []
+    for name in mutation.tests.split():
+        if not (named := sorted((root / "tests").rglob(name))):
+            raise ValueError(f"{mutation.what}: there is no test file {name}")
+        files += [str(path.relative_to(root)) for path in named]
+    return [*files, *(["-k", mutation.select] if mutation.select else [])]
+
+
+def tests_of(root: Path, path: str) -> list[list[str]]:
+    """Tests of a module of the library: those of its name or that import it, then the others of its room."""
+    module, folder = Path(path).with_suffix(""), Path("tests", Path(path).parent)
+    package, name = ".".join(module.parent.parts), re.escape(module.name)
+    imports = re.compile(rf"\b{re.escape(package)}\.{name}\b|\bfrom {re.escape(package)} import [^\n]*\b{name}\b")
+    library = sorted((root / "tests" / "hf_sparseprior").rglob("test_*.py"))
+    near = [file for file in library if file.stem == f"test_{module.name}" or imports.search(file.read_text())]
+    room = [file for file in library if file not in near and file.relative_to(root).is_relative_to(folder)]
+    return [[str(file.relative_to(root)) for file in files] for files in (near, room) if files]
+
+
+def trials(root: Path) -> tuple[list[Trial], list[str]]:
+    """All mistakes, and what is wrong with those that cannot be made."""
+    found, wrong = [], []
+    for mutation in CHOSEN:
+        try:
+            found.append(Trial(mutation.what, site_of(root, mutation), [arguments_of(root, mutation)]))
+        except ValueError as error:
+            wrong.append(str(error))
+    found += [Trial("drawn", site, tests_of(root, site.path)) for site in drawn(root)]
+    return found, wrong
+
+
+# ---- making one -----------------------------------------------------------------------------------------------------
+
+
+def copy_of(root: Path, folder: Path) -> Path:
+    """A copy of a checkout, without what it was built into."""
+
+    def ignored(parent: str, names: list[str]) -> Iterable[str]:
+        return [name for name in names if name == "__pycache__" or (Path(parent) == root and name in LEFT_OUT)]
+
+    return Path(shutil.copytree(root, folder, ignore=ignored, symlinks=True))
+
+
+def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """pytest's exit status in a tree, and the line that says why."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", f"cache_dir={tree}.cache", *arguments]
+    command += ["-o", "faulthandler_timeout=300"]  # seconds, after which a mistake that never ends is noticed
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return done.returncode, (failed or lines or done.stderr.splitlines() or [""])[-1]
 
 
+def verdict(tree: Path, trial: Trial) -> tuple[str, str]:
+    """What becomes of a mistake, and why. The tree is the same afterwards."""
+    if (name := trial.site.name) in EXPLAINED:
+        return EXPLAINED_AWAY, EXPLAINED[name]
+    file, cache = tree / trial.site.path, Path(f"{tree}.cache")
+    original, line = file.read_text(encoding="utf-8"), "no tests"
+    for arguments in trial.stages:
+        shutil.rmtree(cache, ignore_errors=True)
+        try:
+            file.write_text(changed(original, trial.site), encoding="utf-8")
+            status, line = run_tests(tree, arguments)
+        finally:
+            file.write_text(original, encoding="utf-8")
+        if status == 0:
+            continue
+        # The cache knows which tests failed.
+        without, other = run_tests(tree, [*arguments, "--last-failed"])
+        return (KILLED, line) if without == 0 else (ERROR, f"{other} (without the mistake)")
+    return (SURVIVED, line) if trial.stages else (ERROR, line)
+
+
+def report(trial: Trial, result: str, line: str, seconds: float) -> None:
+    """One line about a mistake."""
+    print(f"{result:9} {trial.title}: {trial.site.name} ({seconds:.0f} s): {line[:200]}", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
+    """Command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help="default: all")
+    parser.add_argument("names", nargs="*", help="part of a mutation's name or of what it is; default: all")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="checkout to test")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     arguments = parser.parse_args(argv)
-    chosen = [mutation for mutation in MUTATIONS if not arguments.names or mutation.name in arguments.names]
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        for name in COPIED:
-            source = arguments.root / name
-            ignored = shutil.ignore_patterns("__pycache__", "results", "pictures")
-            _ = shutil.copytree(source, root / name, ignore=ignored) if source.is_dir() else shutil.copy(source, root)
-        originals, survived, wrong = sources(root), [], []
-        for mutation in chosen:
-            start = time.monotonic()
+    root = arguments.root.resolve()
+    chosen, wrong = trials(root)
+    if arguments.names:
+        chosen = [each for each in chosen if any(part in f"{each.title}: {each.site.name}" for part in arguments.names)]
+    for error in wrong:
+        print(f"{ERROR:9} {error}")
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.jobs) as pool:
+        trees: queue.Queue[Path] = queue.Queue()
+        for job in range(arguments.jobs):
+            trees.put(copy_of(root, Path(scratch, str(job))))
+
+        def attempt(trial: Trial) -> str:
+            tree, start = trees.get(), time.monotonic()
             try:
-                path = mutate(root, mutation)
-            except ValueError as error:
-                wrong.append(mutation.name)
-                print(f"ERROR     {error}", flush=True)
-                continue
-            status, line = run_tests(root, mutation)
-            path.write_text(originals[path])
-            verdict = {0: "SURVIVED", 1: "killed"}.get(status, "ERROR")
-            survived += [mutation.name] if status == 0 else []
-            wrong += [mutation.name] if status not in (0, 1) else []
-            where = path.relative_to(root)
-            print(f"{verdict:9} {mutation.name} ({where}, {time.monotonic() - start:.0f} s): {line[:150]}", flush=True)
-    killed = len(chosen) - len(survived) - len(wrong)
-    print(f"{len(chosen)} mutations: {killed} killed, {len(survived)} survived, {len(wrong)} errors")
-    return int(bool(survived or wrong))
+                result, line = verdict(tree, trial)
+            finally:
+                trees.put(tree)
+            report(trial, result, line, time.monotonic() - start)
+            return result
+
+        results = [*([ERROR] * len(wrong)), *pool.map(attempt, chosen)]
+    counts = {word: results.count(word) for word in (KILLED, SURVIVED, EXPLAINED_AWAY, ERROR)}
+    print(f"{len(results)} mutations: {', '.join(f'{count} {word.lower()}' for word, count in counts.items())}")
+    return int(not results or bool(counts[SURVIVED] or counts[ERROR]))
 
 
 if __name__ == "__main__":

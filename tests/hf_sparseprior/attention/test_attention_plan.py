@@ -9,6 +9,7 @@ import torch
 from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.patterns.decay import resolve_decay
 from hf_sparseprior.patterns.pattern import SUPPORTS, register_support
 from hf_sparseprior.patterns.supports import LayerKey, resolve_support, shared_pattern
 from tests.hf_sparseprior.attention.attention_cases import CASES, brute_mask, gradients, make_leaves, make_plan
@@ -35,6 +36,23 @@ def test_tables_are_made_once_for_a_device():
     assert plan_table(plan, "mask", cpu) is plan_table(plan, "mask", cpu)
     # Two plans share nothing.
     assert plan_table(plan, "mask", cpu) is not plan_table(make_plan("fibottention", (4, 4)), "mask", cpu)
+
+
+def test_plans_share_positions_only_if_they_see_time_alike():
+    """Rows and columns, by "axes" with the frame as a third axis, by "clip" the frame first: written out here."""
+    frames, rows, columns = torch.meshgrid(*(torch.arange(side) for side in (2, 3, 5)), indexing="ij")
+    expected = {
+        "frame": torch.stack([rows, columns]),
+        "axes": torch.stack([rows, columns, frames]),
+        "clip": torch.stack([frames, rows, columns]),
+    }
+    decay, support = resolve_decay("manhattan"), resolve_support("dense", 3, 30)
+    plans = {time: AttentionPlan(LayerKey(3, (2, 3, 5), 0, time), 1, support, decay) for time in expected}
+    for time, plan in plans.items():
+        positions = plan_table(plan, "positions", torch.device("cpu"))
+        assert torch.equal(positions[0], expected[time].flatten(1)), time
+        again = AttentionPlan(LayerKey(3, (2, 3, 5), 1, time), 1, support, decay)
+        assert plan_table(again, "positions", torch.device("cpu")) is positions
 
 
 @pytest.mark.parametrize("backend", ["reference", "diagonal"])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hf_sparseprior as sp
 from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.attention.plan import plan_table
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask, has_pairs
 from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
@@ -267,6 +268,17 @@ def test_plans_are_kept_and_bounded():
         layer(tokens((1, width), 0), (1, width), 0)
         assert len(layer._plans) <= layer.MAX_PLANS
     assert torch.equal(layer(tokens(), (4, 4), 1)[0], before)
+
+
+def test_each_layout_has_a_plan():
+    """Patches in raster order and those in the order of the support: their pairs are in other places of the mask."""
+    layer = make_layer({"support": {"name": "fibottention", "order": "hilbert", "shuffle_seed": None}})
+    in_raster, in_order = layer.plan((4, 4)), layer.plan((4, 4), layout="hilbert")
+    assert (in_raster.layout, in_order.layout) == ("raster", "hilbert")
+    masks = [plan_table(plan, "mask", torch.device("cpu")) for plan in (in_raster, in_order)]
+    visits = torch.tensor(sp.curves.curve_rank("hilbert", (4, 4)).ravel()).argsort()
+    assert torch.equal(masks[1], masks[0][:, visits][:, :, visits]) and not torch.equal(*masks)
+    assert layer.plan((4, 4)) is in_raster and layer.plan((4, 4), layout="hilbert") is in_order
 
 
 def test_layers_share_no_plans():
