@@ -211,7 +211,7 @@ TASKS = (
     Mutation(
         "a second record of a run may differ",
         "tasks/common/records.py::_put",
-        *("drop_statement", "raise", "test_records.py"),
+        *("drop_statement", "raise", "common/test_records.py"),
     ),
     Mutation(
         "a claim holds if its interval ends above 0",

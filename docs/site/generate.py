@@ -188,7 +188,7 @@ def python_page() -> str:
     return PYTHON.format(functions=places(functions), configs=places(configs))
 
 
-# ---- the tasks' pages -----------------------------------------------------------------------------------
+# ---- the tasks' pages ------------------------------------------------------------------------------------------------
 
 
 def repository_pages() -> dict[str, Path]:

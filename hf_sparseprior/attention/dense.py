@@ -84,31 +84,36 @@ def _softmax_of_present(logits: Tensor, presence: Tensor) -> Tensor:
 
 def _decayed_logits(decay: DecayTensors, decay_HTT: Tensor, logits: Tensor) -> Tensor:
     """The logits with alpha, and with M if it acts before the softmax (`decay.PLACEMENTS`)."""
-    placement, of_logits, of_mask = decay_placement(decay), *_alpha(decay, logits.dtype)
+    placement, (of_logits, of_mask) = decay_placement(decay), _alphas(decay, logits.dtype)
     if placement == "multiply":
-        return logits * (decay_HTT * of_logits * of_mask)
+        return logits * _multiplied(_multiplied(decay_HTT, of_logits), of_mask)
     if placement == "residual":
-        return logits * (of_logits * (1.0 + of_mask * decay_HTT))
-    return logits * of_logits + (of_mask * (decay_HTT - 1.0) if placement == "add" else 0.0)
+        return logits * _multiplied(1.0 + _multiplied(decay_HTT, of_mask), of_logits)
+    logits = _multiplied(logits, of_logits)
+    return logits + _multiplied(decay_HTT - 1.0, of_mask) if placement == "add" else logits
 
 
 def _decayed_weights(decay: DecayTensors, decay_HTT: Tensor, weights: Tensor, mask: Tensor | None) -> Tensor:
     """The softmax's weights, with M if it acts after the softmax. Pairs outside the support stay as they are."""
-    placement, (_, alpha) = decay_placement(decay), _alpha(decay, weights.dtype)
+    placement, (_, of_mask) = decay_placement(decay), _alphas(decay, weights.dtype)
     if placement == "multiply_after":
-        factor = alpha * decay_HTT
+        factor = _multiplied(decay_HTT, of_mask)
         return weights * (factor if mask is None else factor.masked_fill(~mask, 1.0))
     if placement in ("add_after", "add_after_as_printed"):
-        added = alpha * (decay_HTT - 1.0 if placement == "add_after" else decay_HTT)
+        added = _multiplied(decay_HTT - 1.0 if placement == "add_after" else decay_HTT, of_mask)
         return weights + (added if mask is None else added.masked_fill(~mask, 0.0))
     return weights
 
 
-def _alpha(decay: DecayTensors, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
-    """The factors of the logits and of M, each (H, 1, 1) or 1: alpha and 1, or 1 and alpha."""
+def _alphas(decay: DecayTensors, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The factors of the logits and of M, (H, 1, 1): alpha of one of them, None for the other."""
     alpha_H = decay.get("alpha")
-    alpha = 1.0 if alpha_H is None else alpha_H.to(dtype).view(-1, 1, 1)
-    return (1.0, alpha) if decay.get("alpha_scales") == "mask" else (alpha, 1.0)
+    alpha = None if alpha_H is None else alpha_H.to(dtype).view(-1, 1, 1)
+    return (None, alpha) if decay.get("alpha_scales") == "mask" else (alpha, None)
+
+
+def _multiplied(values: Tensor, factor: Tensor | None) -> Tensor:
+    return values if factor is None else values * factor
 
 
 def dense_decay(request: AttentionRequest, dtype: torch.dtype) -> Tensor:

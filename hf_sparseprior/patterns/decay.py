@@ -177,10 +177,10 @@ def initial_beta(settings: Settings) -> tuple[float, float, float]:
     return beta, beta, 0.0
 
 
-def drawn_beta(shape: Sequence[int], dtype: torch.dtype, start: tuple[float, float, float]) -> Tensor:
+def drawn_beta(shape: torch.Size, dtype: torch.dtype, start: tuple[float, float, float]) -> Tensor:
     """beta ~ U(low, high) + N(0, std), from torch's generator."""
     low, high, std = start
-    beta = torch.empty(tuple(shape), dtype=dtype).uniform_(low, high)
+    beta = torch.empty(shape, dtype=dtype).uniform_(low, high)
     return beta + std * torch.randn(beta.shape, dtype=dtype) if std else beta
 
 

@@ -155,7 +155,7 @@ class SparsePriorTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The schedule of learning rates; with `learning_rate_steps` a tenth more of it is left after each of them."""
+        """The schedule of learning rates; with `learning_rate_steps` a tenth is left after each of them."""
         epochs = getattr(self.args, "learning_rate_steps", None)
         if epochs and getattr(self, "lr_scheduler", None) is None:
             optimizer = self.optimizer if optimizer is None else optimizer
