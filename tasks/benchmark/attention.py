@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.patterns.supports import resolve_support
@@ -67,9 +68,9 @@ def setting_of(settings: Mapping[str, Any]) -> Setting:
         support=report.from_yaml("--support", settings["support"]),
         decay=report.from_yaml("--decay", settings["decay"]),
         prefix=settings["prefix_tokens"],
-        dtype=report.dtype_of(settings["dtype"]),
+        dtype=getattr(torch, settings["dtype"]),
         layout=settings["layout"],
-        device=report.device_of(settings["device"]),
+        device=torch.device(settings["device"]),
     )
 
 

@@ -48,6 +48,11 @@ class Session:
         return torch.device(self.arguments.device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        return getattr(torch, self.arguments.dtype)
+
+    @property
     def limit(self) -> int:
         """Bytes that a process may have."""
         share = 0.75 * free_memory(torch.device("cpu")) / 2**30

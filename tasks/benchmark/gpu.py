@@ -316,9 +316,7 @@ class Gpu(Benchmark):
             name = part.removeprefix(f"{CHECK} ")
             return [{**case, "checked": right(check(tokens, getattr(torch, name), session.device), TOLERANCE[name])}]
         if part == GRAPHS:
-            return [
-                {**case, "checked": right(check_graph(tokens, report.dtype_of(arguments.dtype), session.device), 0.0)}
-            ]
+            return [{**case, "checked": right(check_graph(tokens, session.dtype, session.device), 0.0)}]
         if part == TUNE:
             return [{**case, "tuned": tune_blocks(session)}]
         if part == COPY:
@@ -328,12 +326,11 @@ class Gpu(Benchmark):
             return [{**case, "bytes": 2 * arguments.copy_bytes, "seconds": seconds}]
         if part in PARTS:
             support, decay = PARTS[part]
-            dtype = report.dtype_of(arguments.dtype)
-            setting = Setting(HEADS, WIDTH, support, decay, PREFIX, dtype, device=session.device)
+            setting = Setting(HEADS, WIDTH, support, decay, PREFIX, session.dtype, device=session.device)
             known = contenders()
             set_ups = {own["contender"]: operator(known[own["contender"]], setting, Size(tokens, batch), trains)
                        for own in cases}  # fmt: skip
-            size = 4 * batch * (tokens + PREFIX) * HEADS * WIDTH * dtype.itemsize
+            size = 4 * batch * (tokens + PREFIX) * HEADS * WIDTH * session.dtype.itemsize
             return [{**own, "bytes": size} for own in session.in_turns(cases, set_ups)]
         preset, pixels, images, prior, _ = next(own for own in MODELS if part == f"{own[0]} {own[1]} px")
         trains = case["pass"] == "training step"

@@ -104,7 +104,7 @@ class MixedSizes(Benchmark):
     def measure(self, cases: list[Case], session: Session) -> list[Case]:
         """All ways in turns."""
         arguments, prior, trains = session.arguments, cases[0]["prior"], PASSES[cases[0]["pass"]]
-        dtype = report.dtype_of(arguments.dtype)
+        dtype = session.dtype
         torch.manual_seed(0)
         config = preset_config(arguments.preset, 224, prior)
         model = preset_family(arguments.preset).classifier(config).to(session.device, dtype)

@@ -73,7 +73,7 @@ class Model(Benchmark):
     def measure(self, cases: list[Case], session: Session) -> list[Case]:
         """All contenders in turns."""
         model, pixels, images, key = (cases[0][name] for name in self.keys[:-1])
-        dtype, known = report.dtype_of(session.arguments.dtype), parse_contenders(session.arguments.priors)
+        dtype, known = session.dtype, parse_contenders(session.arguments.priors)
 
         def make(name: str, side: int, batch: int) -> ModelRun:
             return ModelRun(model, known[name], side, batch, dtype, session.device)

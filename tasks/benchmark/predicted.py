@@ -50,7 +50,7 @@ class Predicted(Benchmark):
     def measure(self, cases: list[Case], session: Session) -> list[Case]:
         """Predicted and measured seconds and bytes of both passes."""
         preset, prior, pixels, images, _ = cases[0].values()
-        dtype, device = report.dtype_of(session.arguments.dtype), session.device
+        dtype, device = session.dtype, session.device
         costs = predicted_costs(preset_config(preset, pixels, prior), images, device, dtype)
         records = []
         for case in cases:

@@ -71,16 +71,6 @@ def check_machine(arguments: argparse.Namespace) -> None:
         raise ValueError("--device 'cuda': there is no CUDA device")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """A dtype by its name."""
-    return getattr(torch, name)
-
-
-def device_of(name: str) -> torch.device:
-    """A device by its name."""
-    return torch.device(name)
-
-
 def set_cpu(threads: int | None, keep_memory: bool) -> None:
     """Set torch's threads and the allocator.
 

@@ -20,24 +20,13 @@ from typing import Any
 
 from tasks.benchmark.entry import Benchmark, Case, Row, Session
 from tasks.benchmark.timing import turn_order
+from tasks.common.git import git
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("revision_worker.py")
 AFTER = "this code"
 NOT_ALL = ("attention", "model")
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}  # of the largest value
-
-
-def git(*arguments: str) -> str:
-    """What git says.
-
-    Raises:
-        ValueError: for an error.
-    """
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"git {' '.join(arguments)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-    return done.stdout.strip()
 
 
 def compared(benchmark: Benchmark, arguments: argparse.Namespace) -> Benchmark:
@@ -48,7 +37,10 @@ def compared(benchmark: Benchmark, arguments: argparse.Namespace) -> Benchmark:
     """
     if benchmark.name not in NOT_ALL:
         raise ValueError(f"--base {arguments.base}: only {' and '.join(NOT_ALL)} are compared with another commit")
-    arguments.commit = git("rev-parse", "--verify", "--short=8", f"{arguments.base}^{{commit}}")
+    try:
+        arguments.commit = git(ROOT, "rev-parse", "--verify", "--short=8", f"{arguments.base}^{{commit}}").strip()
+    except ValueError as error:
+        raise ValueError(f"--base {arguments.base}: {error}") from None
     keys = (*benchmark.keys[:-1], "what", "code")
     fields = {name: getattr(benchmark, name) for name in ("name", "size")}
     own = Revisions(**fields, keys=keys, same=(*benchmark.same, "commit"), bases=(arguments.commit,))
@@ -119,14 +111,14 @@ def measured_turns(
 @contextlib.contextmanager
 def worktree(commit: str) -> Iterator[Path]:
     """A folder with the files of a commit, which goes at the end."""
-    git("worktree", "prune")  # those of commands that were killed
+    git(ROOT, "worktree", "prune")  # those of commands that were killed
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / commit
-        git("worktree", "add", "--detach", str(place), commit)
+        git(ROOT, "worktree", "add", "--detach", str(place), commit)
         try:
             yield place
         finally:
-            git("worktree", "remove", "--force", str(place))
+            git(ROOT, "worktree", "remove", "--force", str(place))
 
 
 class WorkerError(RuntimeError):

@@ -10,8 +10,6 @@ counted or timed comes out alike whenever it is written down.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,25 +20,11 @@ from tasks.claims import commands
 from tasks.claims.claim import AFTER, Paper, Run, read_papers
 from tasks.claims.page import CLAIMS, ROOT
 from tasks.common.command import run_command
+from tasks.common.git import git
 from tasks.common.records import OLD, RECORDS, ROW, SEED
 
 LAST = sys.maxsize
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
-
-
-def git(root: Path, *arguments: str) -> str:
-    """What a git command prints.
-
-    Raises:
-        ValueError: if it fails, as without a repository.
-    """
-    # Variables of a git command that this runs under, such as a hook's, would name another repository.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"LC_ALL": "C"}
-    command = ["git", "-C", str(root), "-c", "core.quotePath=false", "-c", "log.showRoot=true", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise ValueError(f"git {arguments[0]} in {root}: {' '.join(done.stderr.split())}")
-    return done.stdout
 
 
 def first_written(root: Path, order: Mapping[str, int]) -> dict[tuple[str, str], int]:

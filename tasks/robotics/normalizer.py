@@ -48,7 +48,7 @@ class Normalizer(nn.Module):
         """A normaliser from the arrays (T, D) of each key. What has the floor None stays as it is."""
         bounds, numbers = {}, {}
         for key, arrays in values.items():
-            low, high = (np.concatenate(arrays).min(0), np.concatenate(arrays).max(0))
+            low, high = np.min([array.min(0) for array in arrays], 0), np.max([array.max(0) for array in arrays], 0)
             own = np.broadcast_to(np.asarray(floors[key], object), low.shape)
             stays = np.array([floor is None for floor in own])
             bounds[key] = np.where(stays, -1.0, low), np.where(stays, 1.0, high)
