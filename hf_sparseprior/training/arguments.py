@@ -42,7 +42,9 @@ class SparsePriorTrainingArguments(TrainingArguments):
     )
     learning_rate_steps: list[float] | None = field(
         default=None,
-        metadata={"help": "Epochs after each of which the learning rate is a tenth, with lr_scheduler_type constant."},
+        metadata={
+            "help": "After each of these epochs the learning rate falls to a tenth (lr_scheduler_type constant)."
+        },
     )
     nonfinite_loss: str = field(
         default=STOP,
