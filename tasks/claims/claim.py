@@ -3,6 +3,7 @@
     title: Fibottention
     source: what the paper is called
     central: [table2-dense]               what the paper leads with, and the page too
+    older: {"what changed": [FOLDER]}     optional: records of runs that are older than a change to what they ran
     claims:
       table2-dense:                       place and a word
         where: Table 2
@@ -44,7 +45,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Claim:
     it. records: folder of records.jsonl; with keys, a file. metric: a share. reduced: what is smaller than in
     the paper. keys: by row, where the file has the row's numbers, seed by seed, or where each seed's file has its
     number. relative_to: where it has their unit. fitted: the setting that was chosen so that it comes out. changed: how
-    the test was changed when its number was known. written: `AFTER`, or None.
+    the test was changed when its number was known. written: `AFTER`, or None. older: what has changed since its runs.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Claim:
     fitted: str | None = None
     changed: str | None = None
     written: str | None = None
+    older: str | None = None
 
     @property
     def seeds(self) -> int:
@@ -172,10 +174,11 @@ def read_paper(file: Path) -> Paper:
     """
     content = read_yaml(file)
     needed = {"title", "source", "claims"}
-    _check_keys(content, needed | {"central"}, needed, str(file))
+    _check_keys(content, needed | {"central", "older"}, needed, str(file))
     if not isinstance(content["claims"], dict) or not content["claims"]:
         raise ValueError(f"{file}: claims must hold a name and an entry for each claim")
     claims = [_claim(str(name), entry, f"{file}, {name}") for name, entry in content["claims"].items()]
+    claims = _with_older(claims, content.get("older", {}), str(file))
     central = content.get("central", [])
     if not isinstance(central, list) or len(set(map(str, central))) < len(central):
         raise ValueError(f"{file}: central={central!r:.80} must be a list of claims, each once")
@@ -184,10 +187,21 @@ def read_paper(file: Path) -> Paper:
     return Paper(file.stem, str(content["title"]), str(content["source"]), claims, central)
 
 
+def _with_older(claims: list[Claim], older: Any, where: str) -> list[Claim]:
+    """The claims, those whose records are in a folder of `older` with what has changed since."""
+    lists = list(older.values()) if isinstance(older, dict) else [None]
+    if not all(isinstance(own, list) and all(isinstance(one, str) for one in own) for own in lists):
+        raise ValueError(f"{where}: older={older!r:.80} must have what changed, with a list of folders of records")
+    changes = {folder: str(change) for change, folders in older.items() for folder in folders}
+    if unknown := sorted(changes.keys() - {str(claim.record) for claim in claims}):
+        raise ValueError(f"{where}: older: no claim reads {unknown[0]}")
+    return [replace(claim, older=changes.get(claim.record or "")) for claim in claims]
+
+
 def _claim(name: str, entry: Any, where: str) -> Claim:
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise ValueError(f"{where}: the name must be of a-z, 0-9 and single dashes")
-    known = {field.name for field in fields(Claim)} - {"name"}
+    known = {field.name for field in fields(Claim)} - {"name", "older"}
     _check_keys(entry, known, {"where", "claim", "paper", "test"}, where)
     test = _test(entry["test"], where)
     of_runs, has_keys = {"tier", "config", "task", "records", "reduced"}, "keys" in entry

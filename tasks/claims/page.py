@@ -45,13 +45,13 @@ CLAIMS = Path("configs/claims")
 THE_PAPER, FEW, MARGIN = "the paper", f"fewer than {FEWEST} seeds", "the claim's margin"  # of pictures
 PAGE, FOLDER = Path("docs/claims.md"), Path("docs/claims")
 JUDGING = FOLDER / "judging.md"
-WRITTEN_AFTER, MIXED = "†", "‡"  # beside a verdict and a number, see the introduction
+WRITTEN_AFTER, MIXED, OLDER = "†", "‡", "§"  # beside a verdict or a number, see the introduction
 COLOURS = {HOLDS: "#7a9e48", FAILS: pictures.ACCENT, OPEN: pictures.INK, NOT_YET: "#999999"}
-HEADLINES = """\
+HEADLINES = f"""\
 Each row is a claim that a paper leads with, and what came out when we tried it at the scale of two cores: small models
 from scratch on small data, or what can be counted and timed. The papers' models and data sets are beyond us, so that
 "holds" and "does not hold" are of this scale. [How claims are judged](claims/judging.md), and how many there are of
-each kind. These pages are made from records by `python -m tasks.claims.page`."""
+each kind; {OLDER}: what ran has changed since. These pages are made from records by `python -m tasks.claims.page`."""
 INTRODUCTION = f"""\
 Each row of these pages is one claim of a paper, and what came out when we tried it, at the scale of two cores. They are
 made from records by `python -m tasks.claims.page`; nothing in them is written by hand. Claims, and which runs stand for
@@ -59,7 +59,8 @@ them, are in `configs/claims`; those that a paper leads with were chosen by hand
 and rows were fixed before they were run, as the history of the repository shows; records that were there before these
 pages did not change what stands for a claim. Claims were compared with the papers once more when some rows had been
 run: {WRITTEN_AFTER} beside a verdict says that the claim was written when all its runs had a record
-(`python -m tasks.claims.history`), and the last section has each test that was changed then.
+(`python -m tasks.claims.history`), and the last section has each test that was changed then. {OLDER} says that what ran
+has changed since; "how" says what. Such runs are not repeated for it, and their records stay.
 
 - **{VERDICTS[0]}**, **{VERDICTS[1]}**: significant by our rule. {RULE}
 - **{VERDICTS[2]}**: neither is significant.
@@ -141,7 +142,7 @@ def outcome(claim: Claim, root: Path) -> Outcome:
     missing = claim.runs() - claim.recorded(root).keys()
     if found.verdict != NOT_YET and (missing or not all(file.is_file() for file in files)):
         return replace(found, verdict=NOT_YET)
-    if not claim.test.rows:
+    if not claim.test.rows or not records:
         return found
     if claim.tier is None:
         return replace(found, ours=found.ours.replace(f"{count_of_seeds(1)})", "counted)"))
@@ -268,7 +269,8 @@ def core_hours(runs: Iterable[Mapping[str, Any]]) -> float:
 
 
 def _verdict(claim: Claim, found: Outcome) -> str:
-    return f"**{found.verdict}**" + (f" {WRITTEN_AFTER}" if claim.written is not None else "")
+    marks = {WRITTEN_AFTER: claim.written, OLDER: claim.older}
+    return " ".join([f"**{found.verdict}**", *(mark for mark, said in marks.items() if said is not None)])
 
 
 def _escaped(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
@@ -300,9 +302,10 @@ def _ways(paper: Paper) -> list[Way]:
     groups: dict[tuple[str | None, ...], list[Claim]] = {}
     for claim in paper.claims:
         if not isinstance(claim.test, Untried):
-            groups.setdefault((claim.config, claim.task, claim.record, claim.reduced, claim.fitted), []).append(claim)
+            way = (claim.config, claim.task, claim.record, claim.reduced, claim.fitted, claim.older)
+            groups.setdefault(way, []).append(claim)
     ways = []
-    for (config, task, record, reduced, fitted), claims in groups.items():
+    for (config, task, record, reduced, fitted, older), claims in groups.items():
         places = ", ".join(dict.fromkeys(place for claim in claims for place in claim.where.split(", ")))
         each = ""
         if claims[0].has_file_for_each_seed:
@@ -318,7 +321,8 @@ def _ways(paper: Paper) -> list[Way]:
             command = f" {', '.join(f'`{line}`' for line in commands_of)}."
         table = f"{record}/table.md" if task is not None else str(record)
         link = f" [Records](../{table})." if (ROOT / table).is_file() else ""
-        what = "".join(f" {part}." for part in (reduced, fitted and f"With {fitted} fitted") if part)
+        parts = (reduced, fitted and f"With {fitted} fitted", older and f"Since these runs {older}")
+        what = "".join(f" {part}." for part in parts if part)
         ways.append(([claim.name for claim in claims], f"{places}:{what}{command}{link}"))
     return ways
 

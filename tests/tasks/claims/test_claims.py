@@ -421,6 +421,9 @@ def read(tmp_path, content: object) -> object:
         (("central",), "table1-a", "central='table1-a' must be a list"),
         (("central",), ["table1-a", "table1-a"], "each once"),
         (("central",), ["table9-z"], "'table9-z' is not one of its claims"),
+        (("older",), ["r"], "older=\\['r'\\] must have what changed"),
+        (("older",), {"it is another": "r"}, "with a list of folders"),
+        (("older",), {"it is another": ["q"]}, "older: no claim reads q"),
         (("claims", "table1-a", "tier"), "C", "tier=C must be one of A, B"),
         (("claims", "table1-a", "test"), {"guess": 1}, "must be one of difference"),
         (("claims", "table1-a", "test"), {"difference": {"higher": "a"}}, "difference: it lacks lower"),
@@ -499,6 +502,10 @@ def test_missing_runs_are_listed_until_there_are_records(tmp_path) -> None:
     ):
         assert f"| A | {judged_by} | {numbers} |" in page.judging([paper], outcomes)
     assert "| A | not tried | 1 | 0 | 0 | 0 | 0 | 1 |" in page.judging([paper], outcomes)
+    assert page.OLDER not in text
+    older = page.paper_text(read(tmp_path, {**GOOD, "older": {"the average is another": ["r"]}}), outcomes)
+    assert f"{ours} | 0.00 | A | **holds** {page.OLDER} |" in older and older.count(page.OLDER) == 1
+    assert "Table 1: all of it. Since these runs the average is another. `python" in older
     assert page.draw(paper, outcomes, tmp_path / "claims.png").is_file()
     leading = "| Table 1 | a is above b. | +1 | +2.00 (+2.00 to +2.00; 5 seeds) | **holds** |"
     assert leading not in page.headlines([paper], outcomes)
