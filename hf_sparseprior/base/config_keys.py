@@ -1,10 +1,12 @@
-"""Which keys a config takes: its own fields, and what transformers puts into every config. All others are refused."""
+"""Keys of configs: their fields, what transformers puts into every config, and a warning of what looks mistyped."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import transformers
 from transformers import PretrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.files import read_json_object
 from hf_sparseprior.base.limits import check_size
+
+logger = logging.getLogger("hf_sparseprior.config")
 
 # Other libraries' names of some fields.
 OTHER_NAMES = {
@@ -69,24 +74,76 @@ def config_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
 
 
 def check_key(config_class: type[PretrainedConfig], key: str) -> None:
-    """Raise ValueError unless a config of this class takes `key`; transformers would keep it without effect."""
+    """Raise ValueError unless `key` is a field of these configs, as settings of our own, a task's YAML, have to be."""
     if key in config_keys(cast(Any, config_class)) or str(key).startswith("_"):
         return
-    common = {field.name for field in fields(PretrainedConfig)}
+    added = _added_fields(config_class)
     known = [field.name for field in fields(config_class)]
-    added = [name for name in known if name not in common]
     near = [OTHER_NAMES[key]] if OTHER_NAMES.get(key) in added else difflib.get_close_matches(str(key), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f". Fields: {', '.join(added)}"
     raise ValueError(f"{key!r} is no field of {config_class.__name__}{hint}")
 
 
-class ExactKeys:
-    """Goes before `PretrainedConfig` in the order of inheritance: refuses keys and values that it would keep unread."""
+def _added_fields(config_class: type[PretrainedConfig]) -> list[str]:
+    """Fields of a config class that not every config has."""
+    common = {field.name for field in fields(PretrainedConfig)}
+    return [field.name for field in fields(config_class) if field.name not in common]
+
+
+def near_field(config_class: type[PretrainedConfig], key: str) -> str | None:
+    """The field that was meant by a keyword that is none: a typing error of it, or another library's name for it.
+
+    A typing error has the same letters without case and underscores, or differs in one or two (in one if the field has
+    four or fewer, in three if both begin with the same two), and is no field that transformers has elsewhere.
+    """
+    if key in config_keys(cast(Any, config_class)) or str(key).startswith("_"):
+        return None
+    added = _added_fields(config_class)
+    if OTHER_NAMES.get(key) in added:
+        return OTHER_NAMES[key]
+    plain = key.replace("_", "").lower()
+    if same := [name for name in added if name.replace("_", "").lower() == plain]:
+        return same[0]
+    near = min(added, key=lambda name: _edits(key, name))
+    allowed = 1 if len(near) <= 4 else 3 if near[:2] == key[:2] else 2
+    return near if _edits(key, near) <= allowed and not is_known_elsewhere(key) else None
+
+
+def _edits(one: str, other: str) -> int:
+    """How many letters are put in, left out, replaced or swapped with the next (optimal string alignment)."""
+    rows = [list(range(len(other) + 1))]
+    for place, letter in enumerate(one, 1):
+        row = [place]
+        for column, its in enumerate(other, 1):
+            least = min(rows[-1][column] + 1, row[-1] + 1, rows[-1][column - 1] + (letter != its))
+            if place > 1 < column and (letter, its) == (other[column - 2], one[place - 2]):
+                least = min(least, rows[-2][column - 2] + 1)
+            row.append(least)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+@functools.cache
+def is_known_elsewhere(key: str) -> bool:
+    """Whether a config of transformers has a field of this name, by the text of its modules, which are not imported."""
+    field = re.compile(rf"^ +{re.escape(key)}\b *[:=]", re.MULTILINE)
+    files = Path(transformers.__file__).parent.glob("models/*/configuration_*.py")
+    return any(field.search(file.read_text(encoding="utf-8", errors="replace")) for file in files)
+
+
+class CheckedFields:
+    """Goes before `PretrainedConfig` in the order of inheritance: checks values, and warns of what looks mistyped.
+
+    As in transformers a config keeps keywords and attributes that it has no field for.
+    """
 
     def __post_init__(self, **kwargs: Any) -> None:
+        cls = type(self)
         for key, value in kwargs.items():
-            check_key(type(self), key)
             check_common_value(key, value)
+            if key not in config_keys(cast(Any, cls)) and hasattr(cls, key):
+                raise ValueError(f"{key}={shortened(value)} cannot be set: {cls.__name__} derives it")
+            warn_if_near(cast(Any, cls), key)
         labels, num_labels = getattr(self, "id2label", None), kwargs.get("num_labels")
         if labels is not None and num_labels not in (None, len(labels)):
             raise ValueError(f"num_labels={num_labels!r} must be the {len(labels)} classes of id2label")
@@ -95,7 +152,6 @@ class ExactKeys:
     def __setattr__(self, key: str, value: Any) -> None:
         # In a graph transformers' loss writes `problem_type`; TorchDynamo cannot trace the checks.
         if not torch.compiler.is_compiling():
-            check_key(type(self), key)
             check_common_value(key, value)
         super().__setattr__(key, value)
 
@@ -115,7 +171,7 @@ class ExactKeys:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; keywords that are no fields are refused, unless `return_unused_kwargs` asks for them.
+        """As in transformers, which leaves keywords aside that are no attributes.
 
         Raises:
             ValueError: for a bad field. It names config.json if that has the field, and if AutoConfig or
@@ -142,9 +198,8 @@ class ExactKeys:
     def _from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if not isinstance(config_dict, dict):
             raise ValueError(f"a config must be an object of fields, not {shortened(config_dict)}")
-        if not kwargs.get("return_unused_kwargs"):
-            for key in kwargs:
-                check_key(cls, key)
+        for key in kwargs:
+            warn_if_near(cls, key)
         config_dict, num_labels = dict(config_dict), kwargs.get("num_labels")
         if isinstance(labels := config_dict.get("id2label"), dict) and num_labels not in (None, len(labels)):
             config_dict.update(id2label=None, label2id=None)  # names of other classes
@@ -154,6 +209,16 @@ class ExactKeys:
         # transformers assigns the keywords to a config that was checked without them.
         (made[0] if isinstance(made, tuple) else made).validate()
         return made
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def warn_if_near(config_class: type[PretrainedConfig], key: str) -> None:
+    """Warn, once of each class and keyword, of one that nearly is a field (`near_field`)."""
+    if (config_class.__name__, key) not in _WARNED and (near := near_field(config_class, key)) is not None:
+        _WARNED.add((config_class.__name__, key))
+        logger.warning("%r is no field of %s and has no effect; did you mean %r?", key, config_class.__name__, near)
 
 
 def config_file(source: str | os.PathLike) -> str:
@@ -213,8 +278,8 @@ COMMON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "return_dict": _BOOLEAN,
     "output_attentions": _BOOLEAN,
     "output_hidden_states": ("True, False or a list of layers", lambda value: isinstance(value, (bool, list))),
-    "chunk_size_feed_forward": ("0; models of images are not chunked", lambda value: value == 0),
-    "is_encoder_decoder": ("False; models of images have no decoder", lambda value: value is False),
+    "chunk_size_feed_forward": ("an integer of 0 or more", lambda value: _is_integer(value) and value >= 0),
+    "is_encoder_decoder": _BOOLEAN,
     "architectures": ("a list of names of classes", _are_words),
     "transformers_version": ("a text", lambda value: isinstance(value, str)),
     "auto_map": ("a map of names of classes", lambda value: isinstance(value, dict)),

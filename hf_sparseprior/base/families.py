@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import transformers
 
+from hf_sparseprior.base.config_keys import check_key
+
 FAMILIES: dict[str, Family] = {}
 _LISTENERS: list[Callable[[Family], None]] = []
 Takes = Literal["images", "clips"]
@@ -99,8 +101,14 @@ class Family:
         return getattr(self.config_class, "presets", {})
 
     def make_config(self, preset: str | None = None, **options: Any) -> Any:
-        """A config with these fields, of a preset where one is named."""
+        """A config with these fields, of a preset where one is named.
+
+        Raises:
+            ValueError: for a name that is no field; the class itself keeps it, as transformers' do.
+        """
         config_class: Any = self.config_class
+        for key in options:
+            check_key(config_class, key)
         return config_class.from_preset(preset, **options) if preset else config_class(**options)
 
     @property

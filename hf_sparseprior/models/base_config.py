@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
 from hf_sparseprior.base.checks import check_boolean, check_integer, check_within
-from hf_sparseprior.base.config_keys import ExactKeys
+from hf_sparseprior.base.config_keys import CheckedFields
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.layer_sizes import LayerSizes, check_compressed, compressed_layers, whole_layer
@@ -32,7 +32,7 @@ logger = logging.getLogger("hf_sparseprior.config")
 IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
 
 
-class BaseConfig(ExactKeys, BackboneConfigMixin, PretrainedConfig):
+class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
     """Configuration of a vision transformer with a prior.
 
     A family declares its fields, among them `prior`, `image_size`, `num_channels`, `hidden_act`, `image_mean`,

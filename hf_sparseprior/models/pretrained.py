@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from hf_sparseprior.base.config_keys import ExactKeys
+from hf_sparseprior.base.config_keys import CheckedFields
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, is_backbone_weight
 from hf_sparseprior.base.files import file_sha256, read_json_object
 from hf_sparseprior.base.loading import check_source, check_whole, load_pretrained, newly_initialised
@@ -79,7 +79,7 @@ def load_whole_model(
         raise OSError(f"{folder} is not a folder of a saved model{hub_hint(folder)}")
     check_source(folder, options)
     own_class = getattr(model_class, "config_class", None)
-    config = check_saved_config(folder, own_class if issubclass(own_class or type, ExactKeys) else None)
+    config = check_saved_config(folder, own_class if issubclass(own_class or type, CheckedFields) else None)
     if PRIOR_RECORD in config and (config.get("quantization_config") or {}).get("quant_method") != PRIOR_LOADER:
         raise ValueError(
             f"{Path(folder) / CONFIG_NAME}: {PRIOR_RECORD} needs quantization_config={{'quant_method': "

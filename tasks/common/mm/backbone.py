@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BackboneOutput
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.checks import check_boolean, check_integer
-from hf_sparseprior.base.config_keys import config_keys
+from hf_sparseprior.base.config_keys import check_key, config_keys
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
 from hf_sparseprior.base.files import read_json_object
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
@@ -119,6 +119,7 @@ class MMBackbone:
             instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
             if key not in known and instead:
                 raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {instead}")
+            check_key(self.config_class, key)
         start = read_init_cfg(pretrained, init_cfg)
         folder = start.folder
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}

@@ -1,9 +1,10 @@
-"""Configs refuse keys that mean nothing to them, however given, and a saved config can always be read again."""
+"""Configs keep keys as transformers' do and warn of mistyped ones, and a saved config can always be read again."""
 
 import inspect
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,22 +16,17 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+from hf_sparseprior.base import config_keys
 from hf_sparseprior.base.families import FAMILIES
 from tests.hf_sparseprior.small import SMALL
 
 TINY = SMALL["sparseprior_vit"]
 FOREIGN = {
     "tubelet_size": 2,  # of VideoMAE
-    "num_registers": 4,
     "frozen_stages": 2,
-    "layer_norm_epsilon": 1e-5,
-    "temperature": 2.0,  # of generation; transformers drops these
-    "max_length": 5,
-    "per_layer_config": {0: {"hidden_act": "relu"}},
-    "rope_scaling": {"rope_type": "default"},
+    "rms_norm_eps": 1e-5,
     "is_decoder": True,
-    "validate": 3,  # a method
-    "grid": [2, 2],  # a property
+    "note": {"by": ["me"]},
 }
 CONFIGS = {name: family.config_class for name, family in FAMILIES.items()}
 
@@ -44,43 +40,89 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("key", FOREIGN)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_key_without_meaning_is_refused_however_it_is_given(name, key, tmp_path):
+def test_what_is_no_field_is_kept_as_transformers_keeps_it(name, key, tmp_path, caplog):
+    """As a keyword, an attribute and a key of config.json; `from_pretrained` leaves other keywords aside."""
     cls, value, tiny = CONFIGS[name], FOREIGN[key], SMALL[name]
-    message = rf"^{key!r} is no field of {cls.__name__}(; did you mean '\w+'\?$|\. Fields: prior, compressed)"
-    with pytest.raises(ValueError, match=message):
-        cls(**tiny, **{key: value})
-    config = cls(**tiny)
-    with pytest.raises(ValueError, match=message):
-        setattr(config, key, value)
-    with pytest.raises(ValueError, match=message):
-        cls.from_dict(config.to_dict(), **{key: value})
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        cls.from_pretrained(tmp_path, **{key: value})
+    stock = ViTConfig(**{key: value})
+    given, set_later = cls(**tiny, **{key: value}), cls(**tiny)
+    setattr(set_later, key, value)
+    assert getattr(stock, key) == getattr(given, key) == getattr(set_later, key) == value
+    given.save_pretrained(tmp_path / "ours")
+    stock.save_pretrained(tmp_path / "stock")
+    for folder, kind in ((tmp_path / "ours", cls), (tmp_path / "stock", ViTConfig)):
+        assert json.loads((folder / "config.json").read_text())[key] == value
+        assert getattr(kind.from_pretrained(folder), key) == getattr(AutoConfig.from_pretrained(folder), key) == value
+    assert cls.from_pretrained(tmp_path / "ours", num_labels=5, **{key: None}).to_dict()[key] is None
+    _, unused = cls.from_pretrained(tmp_path / "ours", return_unused_kwargs=True, unknown_to_all=1)
+    assert unused == {"unknown_to_all": 1}
+    with pytest.raises(ValueError, match=f"{key!r} is no field of {cls.__name__}"):  # our own settings stay strict
+        FAMILIES[name].make_config(**tiny, **{key: value})
+    assert "did you mean" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["validate", "grid"])  # a method, and what is derived
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_the_class_derives_cannot_be_given(name, key, tmp_path):
+    cls = CONFIGS[name]
+    message = f"{key}=3 cannot be set: {cls.__name__} derives it"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cls(**SMALL[name], **{key: 3})
+    cls(**SMALL[name]).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**saved, key: value}))
-    in_the_file = rf"^{re.escape(str(tmp_path))}/config\.json: {message[1:]}"
-    with pytest.raises(ValueError, match=in_the_file):
-        cls.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=in_the_file):
-        AutoConfig.from_pretrained(tmp_path, num_labels=5)
-    with pytest.raises(ValueError, match=in_the_file):
-        FAMILIES[name].base.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**saved, key: 3}))
+    for read in (cls.from_pretrained, AutoConfig.from_pretrained, FAMILIES[name].base.from_pretrained):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path))}/config\.json: {message}"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("key", "near"), [("frames", "num_frames"), ("num_registers", "num_register_tokens"), ("num_frame", "num_frames")]
+    ("key", "near"),
+    [
+        *(("promt", "prior"), ("patchsize", "patch_size"), ("PatchSize", "patch_size"), ("hiden_size", "hidden_size")),
+        *(("stme", "stem"), ("num_frame", "num_frames"), ("frames", "num_frames"), ("depth", "num_hidden_layers")),
+    ],
 )
-def test_the_nearest_field_is_named(key, near):
-    with pytest.raises(
-        ValueError, match=f"{key!r} is no field of SparsePriorTimesformerConfig; did you mean {near!r}?"
-    ):
+def test_a_keyword_that_nearly_is_a_field_is_warned_of_once(key, near, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(config_keys, "_WARNED", set())
+    for _ in range(3):
         SparsePriorTimesformerConfig(**TINY, **{key: 4})
+    warning = f"'{key}' is no field of SparsePriorTimesformerConfig and has no effect; did you mean '{near}'?"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+    config_keys._WARNED.clear()
+    SparsePriorTimesformerConfig(**TINY).save_pretrained(tmp_path)
+    SparsePriorTimesformerConfig.from_pretrained(tmp_path, **{key: 4})
+    assert caplog.text.count(warning) == 2
 
 
-def test_other_families_fields_are_not_suggested():
-    with pytest.raises(ValueError, match=r"'frames' is no field of SparsePriorViTConfig\. Fields"):
-        SparsePriorViTConfig(**TINY, frames=4)
+@pytest.mark.parametrize("key", ["rms_norm_eps", "hidden_sizes", "seed", "gradient_checkpointing", "frames", "_prior"])
+def test_other_names_are_not_warned_of(key, caplog, monkeypatch):
+    """A field of another config of transformers, what is far from all fields, and a field of another family."""
+    monkeypatch.setattr(config_keys, "_WARNED", set())
+    SparsePriorViTConfig(**TINY, **{key: 4})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_distance_of_words_is_the_shortest_way(seed):
+    """By breadth-first search over all words that one change more leads to."""
+    random = np.random.default_rng(seed)
+    one, other = ("".join(random.choice(list("ab"), random.integers(0, 4))) for _ in range(2))
+    reached, steps = {one}, 0
+    while other not in reached:
+        reached, steps = {word for start in reached for word in changed(start)} | reached, steps + 1
+    # The alignment changes no letter twice, which may take a step more than the free search.
+    assert steps <= config_keys._edits(one, other) <= steps + 1
+
+
+def changed(word):
+    """Words of the letters a and b that are one change away."""
+    for place in range(len(word) + 1):
+        yield from (word[:place] + letter + word[place:] for letter in "ab")
+        if place < len(word):
+            yield word[:place] + word[place + 1 :]
+            yield from (word[:place] + letter + word[place + 1 :] for letter in "ab")
+        if place + 1 < len(word):
+            yield word[:place] + word[place + 1] + word[place] + word[place + 2 :]
 
 
 def test_what_transformers_gives_to_every_config_is_taken(tmp_path):
@@ -127,8 +169,8 @@ COMMON = {
     "num_labels": [(-1, "an integer of 0"), (10**12, "at most 1048576"), ("3", "an integer"), (True, "an integer")],
     "problem_type": [("classification", "regression, single"), (1, "regression, single")],
     "return_dict": [("yes", "True or False")],
-    "is_encoder_decoder": [(True, "False")],
-    "chunk_size_feed_forward": [(4, "0")],
+    "is_encoder_decoder": [("no", "True or False")],
+    "chunk_size_feed_forward": [(-1, "0 or more"), ("4", "an integer")],
     "architectures": [("ViT", "a list"), ([3], "a list")],
     "output_hidden_states": [("yes", "True, False")],
     "output_attentions": [("yes", "True or False")],
