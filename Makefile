@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test docs pictures lint sanitize mutations release-check install video heads dense robotics benchmark clean
+.PHONY: demo check test docs pictures lint sanitize mutations conformance release-check install video heads dense robotics benchmark clean
 .PHONY: smoke-images smoke-segmentation smoke-detection smoke-video smoke-robots
 
 # It needs the extra `classification` alone: 1.4 GB on disk with the CPU build of torch, where `make check` has 2.7 GB. It
@@ -44,6 +44,10 @@ sanitize: install
 # Sixty mistakes, each of which some test has to notice. Two run at a time, for some twenty minutes.
 mutations: video dense robotics
 	$(RUN) -m tests.mutations
+
+# transformers' own tests of models, for every family and all that is registered. A report in outputs/conformance.md.
+conformance: install
+	OMP_NUM_THREADS=1 $(RUN) -m tests.conformance -n 2
 
 # What has to hold before a release (docs/releasing.md): a fresh clone, wheels, licences, lowest versions, other Pythons.
 # More than an hour, most of it tests. `make release-check CHECKS=wheel` does one.
@@ -91,6 +95,7 @@ $(VENV)/demo: pyproject.toml constraints.txt
 $(VENV)/packages: $(VENV)/demo
 	$(PIP) --editable '.[analysis,dev]'
 	$(PIP) --no-deps imagecorruptions timm
+	-$(RUN) -m tests.conformance.sources
 	$(call debian,chromium-driver)
 	touch $@
 

@@ -3,6 +3,7 @@
 fresh: in a clone of HEAD `make demo` sets up all it needs.
 tests: `make test` in that clone.
 extended: of all tests, with what the how-to pages add in every registry, the rows that document it fail alone.
+conformance: transformers' own tests of models pass for every family, and for ViT with everything that is registered.
 docs: `make docs` warns of nothing.
 notebooks: each runs.
 wheel: wheel and sdist are built; the wheel asks for no newer system than its name says, is installed into an empty
@@ -183,6 +184,11 @@ def extended() -> None:
     assert not others and " passed" in output, f"failed: {', '.join(sorted(others)) or output[-200:]}"
 
 
+def conformance() -> None:
+    """transformers' tests."""
+    subprocess.run([sys.executable, "-m", "tests.conformance", "-n", "auto"], cwd=ROOT, check=True)
+
+
 def docs() -> None:
     """The site."""
     make("docs", ROOT)
@@ -356,6 +362,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{
         "licences": licences,
         "extended": extended,
+        "conformance": conformance,
         "docs": docs,
         "notebooks": notebooks,
         "wheel": wheel,

@@ -37,7 +37,7 @@ def check_source(source: Any, options: dict[str, Any]) -> None:
 
 
 def load_pretrained(load: Callable[..., Any], source: Any, *args: Any, **options: Any) -> Any:
-    """Call a `from_pretrained`; damaged files and weights of other shapes than config.json says become one line.
+    """Call a `from_pretrained`; damaged files and weights of other shapes than config.json says are named in one line.
 
     Args:
         load: the `from_pretrained` of a class.
@@ -45,7 +45,7 @@ def load_pretrained(load: Callable[..., Any], source: Any, *args: Any, **options
         args, options: its further arguments.
 
     Raises:
-        OSError: the message names the file, or the folder and a weight. Others as `load`.
+        OSError: for a damaged file. RuntimeError: for weights of other shapes, as in transformers. Others as `load`.
     """
     try:
         return load(source, *args, **options)
@@ -58,8 +58,13 @@ def load_pretrained(load: Callable[..., Any], source: Any, *args: Any, **options
             raise
         # transformers lists the weights in its log alone.
         _, info = load(source, *args, **{**options, "ignore_mismatched_sizes": True, "output_loading_info": True})
-        check_whole(source, {**info, "missing_keys": []})
-        raise
+        names = [f"{name} {tuple(stored)} for {tuple(wanted)}" for name, stored, wanted in info["mismatched_keys"]]
+        if not names:
+            raise
+        raise RuntimeError(
+            f"{source} lacks weights that fit its config: {', '.join(names[:3])} ({len(names)} in all); "
+            "with ignore_mismatched_sizes=True they are drawn anew"
+        ) from error
 
 
 def _damaged_file(source: Any) -> Any:

@@ -125,6 +125,12 @@ class SparsePriorIformerConfig(BaseConfig):
         return sum(self.attention_depths)
 
     @property
+    def depths(self) -> list[int]:
+        """Blocks of each stage, of convolution and of attention."""
+        parts = zip(self.conv_depths, self.attention_depths, self.final_conv_depths, strict=True)
+        return [sum(stage) for stage in parts]
+
+    @property
     def hidden_size(self) -> int:
         """Channels of the last stage, which the classifier takes."""
         return self.hidden_sizes[-1]

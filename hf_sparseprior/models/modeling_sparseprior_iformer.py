@@ -400,15 +400,27 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         """The stem and the stages."""
         return [self.embeddings, *self.stages]
 
-    def encode(self, pixel_values: Tensor, output_attentions: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """The maps (B, C, H, W) of the stem and of each stage, and attentions."""
-        maps = [self.embeddings(pixel_values)]
+    def encode(
+        self, pixel_values: Tensor, output_attentions: bool, tokens: list[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The maps (B, C, H, W) of the stem and of each stage, and attentions.
+
+        A list of `tokens` gets those of the maps, (B, H * W, C). What follows is made from them, so that a gradient
+        reaches them.
+        """
+        maps: list[Tensor] = []
         attentions: list[Tensor] = []
         options = call_options(self.config, output_attentions)
-        for stage in self.stages:
-            last, weights = stage(maps[-1], options)
+        for stage in (None, *self.stages):
+            if stage is None:
+                last = self.embeddings(pixel_values)
+            else:
+                last, weights = stage(maps[-1], options)
+                attentions.extend(weights)
+            if tokens is not None:
+                tokens.append(as_tokens(last))
+                last = tokens[-1].transpose(1, 2).unflatten(2, last.shape[2:])
             maps.append(last)
-            attentions.extend(weights)
         return maps, attentions
 
     def forward(
@@ -432,12 +444,13 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        maps, attentions = self.encode(pixel_values, output_attentions)
+        tokens: list[Tensor] | None = [] if output_hidden_states else None
+        maps, attentions = self.encode(pixel_values, output_attentions, tokens)
         last = as_tokens(maps[-1])
         output = SparsePriorIformerModelOutput(
             last_hidden_state=last,
             pooler_output=last.mean(1),
-            hidden_states=tuple(map(as_tokens, maps)) if output_hidden_states else None,
+            hidden_states=tuple(tokens) if tokens is not None else None,
             attentions=tuple(attentions) if output_attentions else None,
             reshaped_hidden_states=tuple(maps) if output_hidden_states else None,
         )

@@ -354,20 +354,31 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         return [self.embeddings, *self.stages]
 
     def encode(
-        self, pixel_values: Tensor, output_attentions: bool, always_shift: bool = False
+        self,
+        pixel_values: Tensor,
+        output_attentions: bool,
+        always_shift: bool = False,
+        tokens: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Embedding and stages, without the last norm: tokens, maps of the embedding and after each stage before and
         after its patch merging, all (B, H, W, C), and attentions.
+
+        A list of `tokens` gets those of the last maps, (B, H * W, C). What follows is made from them, so that a
+        gradient reaches them.
         """
         hidden_states = self.embeddings(pixel_values)
         before, after = [hidden_states], [hidden_states]
         attentions: list[Tensor] = []
         options = call_options(self.config, output_attentions)
-        for stage in self.stages:
-            last, hidden_states, weights = stage(hidden_states, always_shift, options)
-            before.append(last)
-            after.append(hidden_states)
-            attentions.extend(weights)
+        for stage in (None, *self.stages):
+            if stage is not None:
+                last, hidden_states, weights = stage(hidden_states, always_shift, options)
+                before.append(last)
+                after.append(hidden_states)
+                attentions.extend(weights)
+            if tokens is not None:
+                tokens.append(hidden_states.flatten(1, 2))
+                hidden_states = tokens[-1].unflatten(1, hidden_states.shape[1:3])
         return hidden_states, before, after, attentions
 
     def forward(
@@ -391,12 +402,13 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        hidden_states, _, states, attentions = self.encode(pixel_values, output_attentions)
+        tokens: list[Tensor] | None = [] if output_hidden_states else None
+        hidden_states, _, states, attentions = self.encode(pixel_values, output_attentions, tokens=tokens)
         last = self.layernorm(hidden_states).flatten(1, 2)
         output = SparsePriorSwinModelOutput(
             last_hidden_state=last,
             pooler_output=last.mean(1),
-            hidden_states=tuple(state.flatten(1, 2) for state in states) if output_hidden_states else None,
+            hidden_states=tuple(tokens) if tokens is not None else None,
             attentions=tuple(attentions) if output_attentions else None,
             reshaped_hidden_states=tuple(map(as_map, states)) if output_hidden_states else None,
         )

@@ -41,14 +41,20 @@ config_common_kwargs = {
 }
 
 
+def is_laid_out(folder: Path = DEFAULT) -> bool:
+    """Whether the tests of the installed release are there."""
+    version = folder / "version.txt"
+    return version.is_file() and version.read_text() == transformers.__version__
+
+
 def lay_out(folder: Path = DEFAULT) -> Path:
     """The folder of the package; it is made if it is missing or of another release.
 
     Raises:
         OSError: if pip finds no source distribution of the installed release.
     """
-    package, version = folder / PACKAGE, folder / "version.txt"
-    if version.is_file() and version.read_text() == transformers.__version__:
+    package = folder / PACKAGE
+    if is_laid_out(folder):
         return package
     with tempfile.TemporaryDirectory() as place:
         words = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", place]
@@ -65,7 +71,7 @@ def lay_out(folder: Path = DEFAULT) -> Path:
                     _write(package.joinpath(*parts[1:]), archive.extractfile(member).read())
     for name, text in MISSING.items():
         _write(package / name, text.encode())
-    _write(version, transformers.__version__.encode())
+    _write(folder / "version.txt", transformers.__version__.encode())
     return package
 
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    pipeline,
+)
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from hf_sparseprior import (
@@ -486,8 +494,16 @@ def test_a_bad_prior_in_a_saved_config_is_refused(folder, prior):
 
 
 def test_weights_of_another_size_are_refused(folder):
-    with pytest.raises(OSError, match=r"model lacks weights that fit its config: classifier\.weight"):
-        SparsePriorViTForImageClassification.from_pretrained(folder, hidden_size=48)
+    """By the error that transformers' own classes raise, in one line."""
+    ours, stock = SparsePriorViTForImageClassification, ViTForImageClassification
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    stock(ViTConfig(**sizes)).save_pretrained(folder / "stock")
+    for kind, place, change in ((stock, folder / "stock", {"num_labels": 7}), (ours, folder, {"num_labels": 7})):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes") as caught:
+            kind.from_pretrained(place, **change)
+    assert str(caught.value).startswith(f"{folder} lacks weights that fit its config: classifier.weight (3, ")
+    with pytest.raises(RuntimeError, match=r"model lacks weights that fit its config: classifier\.weight"):
+        ours.from_pretrained(folder, hidden_size=48)
     # A fresh head for other classes is what transformers offers for this.
     model = SparsePriorViTForImageClassification.from_pretrained(folder, num_labels=7, ignore_mismatched_sizes=True)
     assert model(images()).logits.shape == (2, 7) and model.classifier.weight.std() < 0.05
