@@ -25,12 +25,12 @@ def benchmark(name: str) -> dict:
     return json.loads((BENCHMARK / name).read_text())
 
 
-def points(folder: str, row: str, reference: str = "dense", told: bool = True) -> str:
-    """How far a row is from another one of its comparison, without a sign; `told` is whether that is significant."""
+def points(folder: str, row: str, reference: str = "dense", significant: bool = True) -> str:
+    """How far a row is from another one of its comparison, without a sign; it must be `significant` or not."""
     kept = read_records(CLASSIFICATION / folder)
     runs = {name: list(kept[name].values()) for name in (row, reference)}
     found = differences(runs, reference)[row]
-    assert found.significant is told
+    assert found.significant is significant
     return f"{abs(100 * found.mean):.1f}"
 
 
@@ -128,18 +128,19 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "OpenVINO": (r"\(([\d.]+) times OpenVINO, one round\)", lambda: [f"{against_openvino(1024):.1f}"]),
     "from scratch": (
         r"From scratch ([\d.]+) points below dense \(not significant\); ([\d.]+) with larger batches",
-        lambda: [points("fib_table2_paired", "fibottention", told=False), points("fib_batch", "fibottention")],
+        lambda: [points("fib_table2_paired", "fibottention", significant=False), points("fib_batch", "fibottention")],
     ),
     "families": (
         r"([\d.]+) in Swin, ([\d.]+) to ([\d.]+) after pruning \(significant\); "
         r"in ConViT with 4 heads ([\d.]+) above \(significant\), with 12 heads ([\d.]+) \(not significant\)",
-        lambda: [points(f, "fibottention", told=f != "families_convit_heads") for f in FAMILIES],
+        lambda: [points(f, "fibottention", significant=f != "families_convit_heads") for f in FAMILIES],
     ),
     "sparsifiner": (
         r"below dense: ([\d.]+) points at a keep rate of 0\.4 \(not significant\), "
         r"([\d.]+) at 0\.9, ([\d.]+) at 0\.2 and ([\d.]+) at 0\.1",
         lambda: [
-            points("sparsifiner_table2_small", rate, "1.0", told=rate != "0.4") for rate in ("0.4", "0.9", "0.2", "0.1")
+            points("sparsifiner_table2_small", rate, "1.0", significant=rate != "0.4")
+            for rate in ("0.4", "0.9", "0.2", "0.1")
         ],
     ),
     "parameters": (r"(\d+) to (\d+) % more parameters", sparsifiner_parameters),
@@ -178,7 +179,8 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "both priors": (
         r"a ViT is ([\d.]+) points less accurate with Fibottention and ([\d.]+) with\s+VIOLIN, neither significantly",
         lambda: [
-            points(f"{of}_paired", row, told=False) for of, row in (("fib_table2", "fibottention"), ("vio", "violin"))
+            points(f"{of}_paired", row, significant=False)
+            for of, row in (("fib_table2", "fibottention"), ("vio", "violin"))
         ],
     ),
 }

@@ -37,9 +37,9 @@ Records = Mapping[str, Sequence[Mapping[str, Any]]]
 class Outcome:
     """What came out.
 
-    verdict: one of `VERDICTS`. ours: our number, as text. detectable: the smallest difference that could have been
-    told, as text. mean, half_width: of a difference, in points; without a half_width nothing is significant. paper: the
-    paper's difference, in points.
+    verdict: one of `VERDICTS`. ours: our number, as text. detectable: the smallest difference that would be found
+    significant, as text. mean, half_width: of a difference, in points; without a half_width nothing is significant.
+    paper: the paper's difference, in points.
     """
 
     verdict: str

@@ -295,14 +295,14 @@ def run(
 def tell_splits(task: HFTask, prepared: Prepared, judged: bool) -> None:
     """Print what is trained on and what is tested on, and what validates the model unless it is not `judged`."""
     parts = {"trains": "train", **({"validates": "validation"} if judged else {}), "tests": "test"}
-    told = {
+    splits = {
         does: (
             _size(prepared.datasets[split], prepared.test_views if split == "test" else 1),
             prepared.split_names.get(split, split),
         )
         for does, split in parts.items()
     }
-    tell_data(task.examples, told, len(prepared.classes))
+    tell_data(task.examples, splits, len(prepared.classes))
 
 
 def _size(dataset: Any, views: int) -> int | None:

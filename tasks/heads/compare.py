@@ -33,8 +33,8 @@ def load(task: HFTask, path: str | Path, overrides: Sequence[str] = ()) -> HeadC
     for name, config in found.configs.items():
         rows.setdefault(KINDS[config["head"]["name"]].metric, []).append(name)
     if len(rows) > 1:
-        told = "; ".join(f"{metric}: {', '.join(names)}" for metric, names in rows.items())
-        raise ValueError(f"{path}: rows must have heads of one metric, not of {len(rows)} ({told})")
+        metrics = "; ".join(f"{metric}: {', '.join(names)}" for metric, names in rows.items())
+        raise ValueError(f"{path}: rows must have heads of one metric, not of {len(rows)} ({metrics})")
     return found
 
 

@@ -144,8 +144,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         loss = convert(arguments.source, arguments.out, arguments.images)
-        told = ", ".join(f"{key} {value:.2f} of 255" for key, value in loss.items())
-        print(f"{arguments.out}: read again and as {arguments.source}" + (f"; images differ by {told}" if told else ""))
+        differences = ", ".join(f"{key} {value:.2f} of 255" for key, value in loss.items())
+        images = f"; images differ by {differences}" if differences else ""
+        print(f"{arguments.out}: read again and as {arguments.source}{images}")
 
     return run_command(parser.prog, work)
 

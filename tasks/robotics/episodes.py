@@ -124,7 +124,7 @@ def play(
     store: EpisodeStore,
     wanted: Sequence[Wanted],
     roll: Callable[[Wanted], Episode],
-    told: Callable[[Episode], None] = lambda episode: None,
+    on_episode: Callable[[Episode], None] = lambda episode: None,
 ) -> list[Episode]:
     """All episodes: those that are finished already are read, the others are played here, or by who is playing them.
 
@@ -132,7 +132,7 @@ def play(
         store: where finished episodes are kept.
         wanted: in the order in which they are tried.
         roll: plays one.
-        told: hears of each as it is there.
+        on_episode: called with each as soon as it is finished or read.
     """
     found: dict[int, Episode] = {}
     while left := [each for each in wanted if each.seed not in found]:
@@ -147,7 +147,7 @@ def play(
                         store.write(episode, each)
             if episode is not None:
                 found[each.seed] = episode
-                told(episode)
+                on_episode(episode)
         if len(found) == before:
             time.sleep(WAKE)
     return [found[each.seed] for each in wanted]
@@ -193,7 +193,7 @@ def play_in_processes(
         for number in range(jobs):
             mine, theirs = context.Pipe()
             order = [*wanted[number::jobs], *(each for index, each in enumerate(wanted) if index % jobs != number)]
-            # The server keeps the variables of its start; what this process was told since is handed on.
+            # The server keeps the variables of its start; what was set in this process since is handed on.
             variables = VARIABLES | {name: os.environ[name] for name in ("MUJOCO_GL",) if name in os.environ}
             variables |= {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
             process = context.Process(target=_work, args=(theirs, variables, work, (store, order, *arguments)))

@@ -221,7 +221,7 @@ def run_episodes(
             total=len(wanted), initial=before, desc="episodes", disable=not show_progress, dynamic_ncols=True
         )
 
-        def told(episode: Episode) -> None:
+        def on_episode(episode: Episode) -> None:
             nonlocal solved
             if episode.seed in there:
                 return
@@ -236,9 +236,9 @@ def run_episodes(
                 for _ in play_in_processes(min(jobs, len(left)), store, left, play_here, folder, rollouts):
                     for each in left:
                         if each.seed not in there and (episode := store.read(each)) is not None:
-                            told(episode)
+                            on_episode(episode)
             # Nothing is left for this process, unless the others were killed.
-            found = play(store, wanted, player(policy, simulator, rollouts), told)
+            found = play(store, wanted, player(policy, simulator, rollouts), on_episode)
         return found, len(wanted) - before, simulator.fps
 
 

@@ -47,7 +47,7 @@ from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.scenes import BACKGROUND, SPLITS, corner_boxes, mask_box, run_lengths
 
 CLASSES = ("coin", "gland", "nucleus", "vessel", "galaxy")
-THINGS = ("coin", "nucleus", "galaxy")  # classes whose objects are told apart
+THINGS = ("coin", "nucleus", "galaxy")  # classes whose objects are labelled one by one
 TRAINING_SHARE, VALIDATION_SHARE = 0.6, 0.36  # of a photograph's width, and of the height of the rest
 GAP = 8  # pixels between regions, more than any resizing or filter of a tile reaches
 MIN_PIXELS = 20

@@ -116,15 +116,15 @@ def test_few_seeds_could_tell_at_best_what_their_images_allow(count: int) -> Non
 
 
 @pytest.mark.parametrize("count", [3, 5, 8])
-def test_smallest_told_difference_is_told_four_times_in_five(count: int) -> None:
+def test_smallest_detectable_difference_is_significant_four_times_in_five(count: int) -> None:
     """By simulation with a known spread: what the formula gives of that spread."""
-    random, spread, told, repeats = np.random.default_rng(0), 0.01, 0, 4000
+    random, spread, significant, repeats = np.random.default_rng(0), 0.01, 0, 4000
     base = Difference(dict(enumerate(spread * np.sqrt((count - 1) / count) * np.resize([1, -1], count))), {})
     least = smallest_detectable(base) * spread / (base.error * math.sqrt(count)) / 100
     for _ in range(repeats):
         sample = least + spread * random.standard_normal(count)
-        told += bool(Difference(dict(enumerate(sample)), {}).significant and sample.mean() > 0)
-    assert 0.74 < told / repeats < 0.9
+        significant += bool(Difference(dict(enumerate(sample)), {}).significant and sample.mean() > 0)
+    assert 0.74 < significant / repeats < 0.9
 
 
 def test_rows_are_paired_by_seed() -> None:
@@ -621,8 +621,8 @@ def test_trained_rows_tell_nothing_with_fewer_seeds_than_the_rule_asks_for(tmp_p
     claim = claim_in(read(tmp_path, content), "table1-a")
     keep(tmp_path, {row: [0.1 * place + 0.01 * seed for seed in range(seeds)] for place, row in enumerate("abcdef")})
     found = page.outcome(claim, tmp_path)
-    told = FAILS if test.get("trend", {}).get("direction") == "down" else HOLDS
-    assert found.verdict == (told if seeds == 3 else OPEN)
+    expected = FAILS if test.get("trend", {}).get("direction") == "down" else HOLDS
+    assert found.verdict == (expected if seeds == 3 else OPEN)
     assert "rank correlation" in found.ours or found.mean == pytest.approx(30)
     assert (found.half_width is not None) == ("pairs" in test and seeds == 3)
     assert (found.detectable == "-") == (seeds < 3)

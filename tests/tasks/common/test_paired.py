@@ -37,8 +37,8 @@ def test_a_difference_worked_out_by_hand():
     assert line == "| other | +3.00, +2.00, -2.00 | +1.00 ± 1.53 | -5.57 to +7.57 | 8.19 | - | not significant |"
 
 
-def test_a_difference_is_told_when_the_paired_t_test_says_so():
-    random, told = np.random.default_rng(0), []
+def test_a_difference_is_significant_when_the_paired_t_test_says_so():
+    random, significant = np.random.default_rng(0), []
     for case in range(200):
         seeds = 3 + case % 5
         first, other = random.normal(0.5, 0.02, (2, seeds))
@@ -50,8 +50,8 @@ def test_a_difference_is_told_when_the_paired_t_test_says_so():
         assert (one.mean - one.half_width, one.mean + one.half_width) == pytest.approx((low, high))
         if one.significant:
             assert verdict(one) == ("significantly above" if test.statistic > 0 else "significantly below")
-        told.append(one.significant)
-    assert 20 < sum(told) < 180
+        significant.append(one.significant)
+    assert 20 < sum(significant) < 180
 
 
 def test_two_seeds_tell_nothing():
@@ -62,9 +62,9 @@ def test_two_seeds_tell_nothing():
     assert "| c | +10.00 | +10.00 | - | - | - | fewer than 3 seeds |" in difference_table(found, "a")
 
 
-@pytest.mark.parametrize(("by", "told"), [(0.0, False), (0.01, True)])
-def test_the_same_difference_in_every_seed(by, told):
-    assert Difference({0: by, 1: by, 2: by}, {}).significant is told
+@pytest.mark.parametrize(("by", "significant"), [(0.0, False), (0.01, True)])
+def test_the_same_difference_in_every_seed(by, significant):
+    assert Difference({0: by, 1: by, 2: by}, {}).significant is significant
 
 
 def test_only_seeds_that_both_rows_have_are_compared():

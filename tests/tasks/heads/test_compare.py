@@ -87,5 +87,5 @@ def test_records_are_of_todays_configurations_and_the_table_is_theirs(name):
     assert all([record["seed"] for record in rows] == found.seeds for rows in records.values())
     text = (RESULTS / name / "table.md").read_text()
     assert text.startswith(table(records, found.metric))
-    told = differences(records, next(iter(records)), found.metric)
-    assert not told or difference_table(told, next(iter(records))) in text
+    by_row = differences(records, next(iter(records)), found.metric)
+    assert not by_row or difference_table(by_row, next(iter(records))) in text
