@@ -34,6 +34,7 @@ from hf_sparseprior.convert import (
     transformers_siglip,
     transformers_swin,
     transformers_vit,
+    violin,
 )
 from hf_sparseprior.convert.common import ATTENTION_POOLING, base_prefix
 from hf_sparseprior.models.base_config import IMAGENET, as_pair
@@ -41,13 +42,15 @@ from hf_sparseprior.models.pretrained import copy_weights, hub_hint
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.processor import PROCESSOR
 
-# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; timm_rotary,
-# which refuses most that it takes, after all others.
+# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; violin before
+# timm_vit, whose names it has, too; timm_rotary, which refuses most that it takes, after all others.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3, lvvit),
+    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3, violin, lvvit),
     *(timm_vit, timm_swin, timm_convit),
     *(iformer, timm_rotary),
 )
+# Those whose settings are the command line beside the weights of a PyTorch file.
+OF_ARGUMENTS: tuple[ModuleType, ...] = (violin,)
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as, if not as a folder.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
@@ -74,6 +77,12 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     Raises:
         OSError: for a missing or unreadable file.
     """
+    state, config, _ = _read_source(source)
+    return state, config
+
+
+def _read_source(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Any]]:
+    """As `read_checkpoint`, and the command line that a PyTorch file holds beside the weights; {} for none."""
     source = Path(source)
     config = None
     if source.is_dir():
@@ -92,9 +101,12 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     else:
         files = [source]
     state: dict[str, Tensor] = {}
+    arguments: dict[str, Any] = {}
     for file in files:
-        state.update(_read_file(file))
-    return state, config
+        weights, beside = _read_file(file)
+        state.update(weights)
+        arguments.update(beside)
+    return state, config, arguments
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -107,13 +119,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not file.is_file():
         raise OSError(f"{file} does not exist{hub_hint(file)}")
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
-        # DeiT and DINO save their command line among the weights; a Namespace only holds values.
+            return load_file(file), {}
+        # DeiT, DINO and what is made from them save their command line beside the weights; it only holds values.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
@@ -130,7 +142,8 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         # DINO's projection head belongs to pretraining.
         if isinstance(value, Tensor) and not (nested == "teacher" and name.startswith("head.")):
             cleaned[name] = value
-    return cleaned
+    arguments = content.get("args")
+    return cleaned, vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
 
 
 def convert_checkpoint(
@@ -216,12 +229,14 @@ def _read_as_ours(
     source: str | os.PathLike, num_attention_heads: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Weights under our classifier's names ("vit.layers.0..."), fields of the config, notes for the user."""
-    state, settings = read_checkpoint(source)
+    state, settings, arguments = _read_source(source)
     module = next((module for module in (own_models, *FORMATS) if module.matches(state)), None)
     if own_models.is_ours(settings):
         module = own_models
     if module is None:
         raise ValueError(f"{source}: names like {', '.join(sorted(state)[:3])} are of no known source")
+    if module in OF_ARGUMENTS:
+        settings = arguments
     if num_attention_heads is not None:
         if module is not timm_vit:
             raise ValueError(f"--heads {num_attention_heads} is for a ViT under timm's names; this source has a number")
