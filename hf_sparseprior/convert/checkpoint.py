@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from hf_sparseprior.convert import (
     iformer,
     lvvit,
     own_models,
+    sparsifiner,
     timesformer,
     timm_convit,
     timm_rotary,
@@ -42,15 +44,16 @@ from hf_sparseprior.models.pretrained import copy_weights, hub_hint
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.processor import PROCESSOR
 
-# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; violin before
-# timm_vit, whose names it has, too; timm_rotary, which refuses most that it takes, after all others.
+# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; violin and
+# sparsifiner before lvvit and timm_vit, whose names they have, too; timm_rotary, which refuses most that it takes,
+# after all others.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3, violin, lvvit),
-    *(timm_vit, timm_swin, timm_convit),
+    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3),
+    *(violin, sparsifiner, lvvit, timm_vit, timm_swin, timm_convit),
     *(iformer, timm_rotary),
 )
 # Those whose settings are the command line beside the weights of a PyTorch file.
-OF_ARGUMENTS: tuple[ModuleType, ...] = (violin,)
+OF_ARGUMENTS: tuple[ModuleType, ...] = (violin, sparsifiner)
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as, if not as a folder.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
@@ -206,7 +209,7 @@ def convert_checkpoint(
             "the new model computes something else"
         )
     same_prior = all(
-        old["decay"] == new["decay"] and old["extras"] == new["extras"]
+        old["decay"] == new["decay"] and old["extras"] == new["extras"] and _same_predictor(old, new)
         for old, new in zip(source_config.stage_priors, config.stage_priors, strict=True)
     )
     if not same_prior:
@@ -223,6 +226,12 @@ def convert_checkpoint(
             shutil.copyfile(processor, scratch / PROCESSOR)
         what, *remarks = target.write(model, to, scratch)
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
+
+
+def _same_predictor(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two priors have the same kind of predictor, or none. Its other settings need not be the same."""
+    names = [None if prior["predictor"] is None else prior["predictor"]["name"] for prior in (old, new)]
+    return names[0] == names[1]
 
 
 def _read_as_ours(
@@ -249,6 +258,7 @@ def _read_as_ours(
         fields["model_type"] = module.FAMILY
     weights, unused = module.rename(state)
     notes = [f"note: left out, no output depends on it: {', '.join(unused)}"] if unused else []
+    notes += module.remarks(state) if hasattr(module, "remarks") else []
     assumed = {name: (list(values), f"ImageNet's {values}") for name, values in IMAGENET.items()}
     if hasattr(module, "assumed"):
         assumed |= module.assumed(state)

@@ -1,7 +1,7 @@
 """Reads VIOLIN's own checkpoints of DeiT and DINO (LIONS-EPFL/VIOLIN): a ViT under timm's names, with its decay.
 
-A layer has a vector `attn.ai_list.C` of beta, one number a head, for each curve C, and `attn.normalize`, which is alpha.
-Which curves they are and where M acts stands in the command line that is saved with the weights.
+A layer has a vector `attn.ai_list.C` of beta, one number a head, for each curve C, and `attn.normalize`, which is
+alpha. Which curves they are and where M acts stands in the command line that is saved with the weights.
 """
 
 from __future__ import annotations

@@ -90,7 +90,12 @@ def test_a_deit_checkpoint_computes_what_the_published_formula_does(
 ):
     state = with_scalars(random_weights(GRID, class_token, positions), curves, fixed, alpha)
     arguments = argparse.Namespace(curves=curves, method=method, input_size=16, mask="fixed" if fixed else "learned")
-    content = {"model": state, "optimizer": {"state": {}, "param_groups": [{"lr": 1e-3}]}, "epoch": 3, "args": arguments}
+    content = {
+        "model": state,
+        "optimizer": {"state": {}, "param_groups": [{"lr": 1e-3}]},
+        "epoch": 3,
+        "args": arguments,
+    }
     torch.save(content, tmp_path / "checkpoint.pth")
     convert_checkpoint(tmp_path / "checkpoint.pth", tmp_path / "ours")
     model = sp.SparsePriorViTForImageClassification.from_pretrained(tmp_path / "ours", dtype=torch.float64).eval()
