@@ -29,8 +29,10 @@ ATTRIBUTES = {
 # robosuite draws the cube's half sides when it makes the model, metres.
 DRAWN = {"geom cube_g0": ("size", 0.020, 0.022)}
 # Settings of the controller that act on absolute actions; ranges of inputs and outputs do not.
-CONTROLLER = ("type", "kp", "damping_ratio", "impedance_mode", "uncouple_pos_ori", "interpolation", "position_limits")
-CONTROLLER += ("orientation_limits",)
+CONTROLLER = (
+    *("type", "kp", "damping_ratio", "impedance_mode", "uncouple_pos_ori", "interpolation"),
+    *("position_limits", "orientation_limits"),
+)
 # Arguments of robosuite's environments that change nothing but what is shown, kept or rewarded.
 HARMLESS = {
     *(
