@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from hf_sparseprior.convert import (
     iformer,
     lvvit,
     own_models,
+    sparsifiner,
     timesformer,
     timm_convit,
     timm_rotary,
@@ -34,6 +36,7 @@ from hf_sparseprior.convert import (
     transformers_siglip,
     transformers_swin,
     transformers_vit,
+    violin,
 )
 from hf_sparseprior.convert.common import ATTENTION_POOLING, base_prefix
 from hf_sparseprior.models.base_config import IMAGENET, as_pair
@@ -41,13 +44,16 @@ from hf_sparseprior.models.pretrained import copy_weights, hub_hint
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.processor import PROCESSOR
 
-# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; timm_rotary,
-# which refuses most that it takes, after all others.
+# timesformer and transformers_swin before transformers_vit, which would take their bare models for ViTs; violin and
+# sparsifiner before lvvit and timm_vit, whose names they have, too; timm_rotary, which refuses most that it takes,
+# after all others.
 FORMATS: tuple[ModuleType, ...] = (
-    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3, lvvit),
-    *(timm_vit, timm_swin, timm_convit),
+    *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3),
+    *(violin, sparsifiner, lvvit, timm_vit, timm_swin, timm_convit),
     *(iformer, timm_rotary),
 )
+# Those whose settings are the command line beside the weights of a PyTorch file.
+OF_ARGUMENTS: tuple[ModuleType, ...] = (violin, sparsifiner)
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".bin")
 # What a target is written as, if not as a folder.
 WRITTEN_AS = {"timm": ("folder", ".safetensors file"), "original": (".pth file",)}
@@ -74,6 +80,12 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     Raises:
         OSError: for a missing or unreadable file.
     """
+    state, config, _ = _read_source(source)
+    return state, config
+
+
+def _read_source(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Any]]:
+    """As `read_checkpoint`, and the command line that a PyTorch file holds beside the weights; {} for none."""
     source = Path(source)
     config = None
     if source.is_dir():
@@ -92,9 +104,12 @@ def read_checkpoint(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[
     else:
         files = [source]
     state: dict[str, Tensor] = {}
+    arguments: dict[str, Any] = {}
     for file in files:
-        state.update(_read_file(file))
-    return state, config
+        weights, beside = _read_file(file)
+        state.update(weights)
+        arguments.update(beside)
+    return state, config, arguments
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -107,13 +122,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not file.is_file():
         raise OSError(f"{file} does not exist{hub_hint(file)}")
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
-        # DeiT and DINO save their command line among the weights; a Namespace only holds values.
+            return load_file(file), {}
+        # DeiT, DINO and what is made from them save their command line beside the weights; it only holds values.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
@@ -130,7 +145,8 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         # DINO's projection head belongs to pretraining.
         if isinstance(value, Tensor) and not (nested == "teacher" and name.startswith("head.")):
             cleaned[name] = value
-    return cleaned
+    arguments = content.get("args")
+    return cleaned, vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
 
 
 def convert_checkpoint(
@@ -193,7 +209,7 @@ def convert_checkpoint(
             "the new model computes something else"
         )
     same_prior = all(
-        old["decay"] == new["decay"] and old["extras"] == new["extras"]
+        old["decay"] == new["decay"] and old["extras"] == new["extras"] and _same_predictor(old, new)
         for old, new in zip(source_config.stage_priors, config.stage_priors, strict=True)
     )
     if not same_prior:
@@ -212,16 +228,24 @@ def convert_checkpoint(
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
 
 
+def _same_predictor(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two priors have the same kind of predictor, or none. Its other settings need not be the same."""
+    names = [None if prior["predictor"] is None else prior["predictor"]["name"] for prior in (old, new)]
+    return names[0] == names[1]
+
+
 def _read_as_ours(
     source: str | os.PathLike, num_attention_heads: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Weights under our classifier's names ("vit.layers.0..."), fields of the config, notes for the user."""
-    state, settings = read_checkpoint(source)
+    state, settings, arguments = _read_source(source)
     module = next((module for module in (own_models, *FORMATS) if module.matches(state)), None)
     if own_models.is_ours(settings):
         module = own_models
     if module is None:
         raise ValueError(f"{source}: names like {', '.join(sorted(state)[:3])} are of no known source")
+    if module in OF_ARGUMENTS:
+        settings = arguments
     if num_attention_heads is not None:
         if module is not timm_vit:
             raise ValueError(f"--heads {num_attention_heads} is for a ViT under timm's names; this source has a number")
@@ -234,6 +258,7 @@ def _read_as_ours(
         fields["model_type"] = module.FAMILY
     weights, unused = module.rename(state)
     notes = [f"note: left out, no output depends on it: {', '.join(unused)}"] if unused else []
+    notes += module.remarks(state) if hasattr(module, "remarks") else []
     assumed = {name: (list(values), f"ImageNet's {values}") for name, values in IMAGENET.items()}
     if hasattr(module, "assumed"):
         assumed |= module.assumed(state)

@@ -46,6 +46,7 @@ SHARED = (
 # What the classes compute without a field in their config.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     **ONLY_OURS,
+    "frame_average": ("after_norm",),
     "use_class_token": (True,),
     "num_register_tokens": (0,),
     "pooling": ("class_token",),

@@ -12,6 +12,7 @@ from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.prior import Stage, common_order, parse_prior, pruning_of
 
 AttentionType = Literal["divided_space_time", "joint_space_time", "space_only"]
+FrameAverage = Literal["after_norm", "before_norm"]
 
 
 class SparsePriorTimesformerConfig(SparsePriorViTConfig):
@@ -23,6 +24,8 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
             frame with the prior. "joint_space_time": over all patches of a clip together with the prior, whose `time`
             says how it sees the frames (`hf_sparseprior.priors.prior`). "space_only": within each frame with the prior;
             a clip's output is the mean over its frames, whose order makes no difference.
+        frame_average: of "space_only", whether the mean over the frames is of tokens after the last norm, or before
+            it, as in the authors' code.
         num_frames: number of frames of a clip. Clips of other lengths take each time embedding from the nearest frame.
         time_initializer_range: standard deviation that the time embeddings and the linear layers after temporal
             attention start with. 0, as published, is for weights of an image model, which then computes the same at
@@ -30,12 +33,16 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     """
 
     model_type = "sparseprior_timesformer"
-    modes: ClassVar = {**SparsePriorViTConfig.modes, "attention_type": get_args(AttentionType)}
+    modes: ClassVar = {
+        **SparsePriorViTConfig.modes,
+        **{"attention_type": get_args(AttentionType), "frame_average": get_args(FrameAverage)},
+    }
     can_be_compressed = False
     token_fields = (*SparsePriorViTConfig.token_fields, "num_frames")
     weight_fields = (*SparsePriorViTConfig.weight_fields, "num_frames")
 
     attention_type: AttentionType = "divided_space_time"
+    frame_average: FrameAverage = "after_norm"
     num_frames: int = 8
     time_initializer_range: float | int = 0.0
 
@@ -105,6 +112,11 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
             raise ValueError(
                 f"time_initializer_range={self.time_initializer_range} is of time embeddings, which "
                 "attention_type='space_only' does not have; it must be 0"
+            )
+        if self.frame_average != "after_norm" and self.attention_type != "space_only":
+            raise ValueError(
+                f"frame_average={self.frame_average!r} is of attention_type='space_only'; with "
+                f"{self.attention_type!r} it must be 'after_norm'"
             )
         if self.position_embedding == "rotary":
             raise ValueError(f"position_embedding='rotary' must be learned or none in a {type(self).__name__}")

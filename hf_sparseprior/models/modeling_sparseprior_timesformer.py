@@ -24,6 +24,7 @@ from transformers import initialization as init
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, reorder
 from hf_sparseprior.base.families import VIT_NAMES, Family, ProjectionNames, register_family
+from hf_sparseprior.models.base_model import output_options
 from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.models.modeling_sparseprior_vit import (
@@ -380,15 +381,25 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
         Returns:
             last_hidden_state after the last norm, of the hidden states' shape; pooler_output (B, C), the class token or
             the average of all patches of all frames, or (B, 2C), both of them. With space-only attention it is the mean
-            over the frames.
+            over the frames, or of the mean over the frames (`frame_average`).
         """
         if self.config.attention_type != "space_only":
             return super().forward(pixel_values, output_attentions, output_hidden_states, return_dict, token_sources)
-        output: Any = super().forward(pixel_values, output_attentions, output_hidden_states, True, token_sources)
-        batch, frames = pixel_values.shape[:2]
-        output.pooler_output = output.pooler_output.unflatten(0, (batch, frames)).mean(1)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        output_attentions, output_hidden_states, return_dict = output_options(
+            self.config, output_attentions, output_hidden_states, return_dict
+        )
+        tokens, _, states, attentions, _ = self.encode(
+            pixel_values, output_attentions, output_hidden_states, token_sources
+        )
+        last, clips = self.layernorm(tokens), pixel_values.shape[:2]
+        if self.config.frame_average == "before_norm":
+            pooled = self.pool(self.layernorm(tokens.unflatten(0, clips).mean(1)))
+        else:
+            pooled = self.pool(last).unflatten(0, clips).mean(1)
+        output = SparsePriorViTModelOutput(
+            last_hidden_state=last, pooler_output=pooled, hidden_states=states, attentions=attentions
+        )
+        return output if return_dict else output.to_tuple()
 
 
 class SparsePriorTimesformerForVideoClassification(

@@ -36,6 +36,7 @@ from hf_sparseprior.priors.low_rank import MIXERS, Mixer
 from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
 from hf_sparseprior.priors.relative_position import RelativePosition  # noqa: F401  registers its kinds
 from hf_sparseprior.priors.sparsifiner import Sparsifiner  # noqa: F401  registers itself
+from hf_sparseprior.priors.sparsifiner_published import PublishedSparsifiner  # noqa: F401  registers itself
 from hf_sparseprior.priors.token_pruning import TokenPruning
 
 # Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer and extras.

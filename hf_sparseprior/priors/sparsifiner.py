@@ -28,6 +28,30 @@ from hf_sparseprior.priors.predictor import Predictor, register_predictor
 PLASTIC = (0.7548776662466927, 0.5698402909980532)
 # A weight of W_up that is 0 stays 0, so none may start there.
 LEAST_UP = 1e-4
+DEFAULT_KEEP_RATE = 0.25
+
+
+def check_budget(name: str, settings: Settings, sides: Sequence[int]) -> tuple[float | None, int | None]:
+    """The keep rate, or the budget of keys of a query, for a patch grid; the other one is None.
+
+    Raises:
+        ValueError: the message has the setting, the value and what is allowed.
+    """
+    keep_rate, budget = settings["keep_rate"], settings["budget"]
+    if budget is None:
+        keep_rate = DEFAULT_KEEP_RATE if keep_rate is None else keep_rate
+        check_within(f"{name}: keep_rate", keep_rate, 0.0, 1.0, "above 0 and at most 1")
+        if keep_rate == 0:
+            raise ValueError(f"{name}: keep_rate={keep_rate!r} must be above 0 and at most 1")
+        return keep_rate, None
+    if keep_rate is not None:
+        raise ValueError(f"{name}: keep_rate={keep_rate!r} and budget={budget!r} cannot both be given")
+    budget = check_integer(f"{name}: budget", budget, 1)
+    if budget > sides[0] * sides[1]:
+        raise ValueError(
+            f"{name}: budget={budget} must be at most the {sides[0] * sides[1]} patches of a {sides[0]}x{sides[1]} grid"
+        )
+    return None, budget
 
 
 @register_predictor("sparsifiner")
@@ -63,7 +87,6 @@ class Sparsifiner(Predictor):
         "grid": None,
     }
     UNIT_AXES = {"w_down": (), "w_up": ()}
-    DEFAULT_KEEP_RATE = 0.25
     GIVES_SCORES = True
 
     def __init__(self, num_heads: int, head_dim: int, **settings: Any) -> None:
@@ -80,21 +103,7 @@ class Sparsifiner(Predictor):
     def check_settings(cls, settings: Settings, grid: Sequence[int]) -> Settings:
         """As `PriorModule`; the grid that W_down and W_up are made for is kept in the settings."""
         sides = check_sides("sparsifiner", settings["grid"], grid)
-        keep_rate, budget = settings["keep_rate"], settings["budget"]
-        if keep_rate is not None and budget is not None:
-            raise ValueError(f"sparsifiner: keep_rate={keep_rate!r} and budget={budget!r} cannot both be given")
-        if budget is not None:
-            budget = check_integer("sparsifiner: budget", budget, 1)
-            if budget > sides[0] * sides[1]:
-                raise ValueError(
-                    f"sparsifiner: budget={budget} must be at most the {sides[0] * sides[1]} patches of a "
-                    f"{sides[0]}x{sides[1]} grid"
-                )
-        else:
-            keep_rate = cls.DEFAULT_KEEP_RATE if keep_rate is None else keep_rate
-            check_within("sparsifiner: keep_rate", keep_rate, 0.0, 1.0, "above 0 and at most 1")
-            if keep_rate == 0:
-                raise ValueError(f"sparsifiner: keep_rate={keep_rate!r} must be above 0 and at most 1")
+        keep_rate, budget = check_budget("sparsifiner", settings, sides)
         return {
             "keep_rate": keep_rate,
             "budget": budget,

@@ -24,6 +24,7 @@ from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.models.pretrained import saved_family
 from hf_sparseprior.priors.predictor import Predictor
 from hf_sparseprior.priors.prior import pruning_of
+from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from hf_sparseprior.priors.token_pruning import counted_patches, gather_tokens
 from hf_sparseprior.training.mixing import check_mixtoken
 
@@ -169,6 +170,30 @@ def _attention(step: Step) -> Tensor:
     return attention_loss(step.scores, given, config.num_prefix_tokens)
 
 
+# Penalties of W_up of all layers, each a sum over its weights: Sparsifiner Eq. 11, and the L1 norm that its authors
+# tried and their code has as an option. A W_up with a penalty has no weight decay, which the paper has in their place.
+UP_PENALTIES = ("up_l2", "up_l1")
+
+
+@register_loss("up_l2")
+def _up_l2(step: Step) -> Tensor:
+    return torch.stack([weight.float().square().sum() for weight in trained_up_weights(step.model).values()]).sum()
+
+
+@register_loss("up_l1")
+def _up_l1(step: Step) -> Tensor:
+    return torch.stack([weight.float().abs().sum() for weight in trained_up_weights(step.model).values()]).sum()
+
+
+def trained_up_weights(model: nn.Module) -> dict[str, Tensor]:
+    """W_up of each Sparsifiner that is trained, by name."""
+    return {
+        f"{name}.w_up".lstrip("."): module.w_up
+        for name, module in model.named_modules()
+        if isinstance(module, Sparsifiner) and module.w_up.requires_grad
+    }
+
+
 # ---- teacher and student --------------------------------------------------------------------------------------------
 
 
@@ -280,6 +305,11 @@ class Distillation:
                 f"the attention loss is for priors whose predictor has connectivity scores (sparsifiner), not for "
                 f"{model.config.prior_name!r}"
             )
+        if self.penalises_up and not trained_up_weights(model):
+            names = " and ".join(name for name in UP_PENALTIES if name in self.weights)
+            raise ValueError(
+                f"the {names} loss is of a trained W_up (sparsifiner), and prior {model.config.prior_name!r} has none"
+            )
         priors = getattr(model.config, "stage_priors", [])
         pruning = next((pruning for prior in priors if (pruning := pruning_of(prior)) is not None), None)
         if pruning is None:
@@ -294,6 +324,11 @@ class Distillation:
                 f"the keep-ratio loss of prior {model.config.prior_name!r} comes with the labels loss, whose weight "
                 "cannot be 0"
             )
+
+    @property
+    def penalises_up(self) -> bool:
+        """Whether W_up has a penalty in place of weight decay."""
+        return not set(self.weights).isdisjoint(UP_PENALTIES)
 
     def student_options(self) -> dict[str, bool]:
         """Arguments with which the student is called."""

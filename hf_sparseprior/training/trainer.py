@@ -24,7 +24,7 @@ from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import sync
 from hf_sparseprior.base.loading import check_whole
-from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors
+from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors, trained_up_weights
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
@@ -126,6 +126,8 @@ class SparsePriorTrainer(Trainer):
             if callable(no_weight_decay := getattr(module, "no_weight_decay", None))
             for name in no_weight_decay()
         }
+        if self.distillation is not None and self.distillation.penalises_up:
+            exempt |= {id(weight) for weight in trained_up_weights(model).values()}
         return [
             name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in exempt
         ]

@@ -61,6 +61,19 @@ def label_maps() -> argparse.ArgumentParser:
     return parser
 
 
+def published_label_maps() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.classification.published_label_maps`."""
+    parser = command_parser("classification.published_label_maps")
+    parser.add_argument("folder", type=Path, help="folder of CLASS/IMAGE.pt, as Token Labeling's archive unpacks")
+    parser.add_argument("--config", required=True, help="YAML file whose data section says which images")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the maps, then token_labels.path of a run")
+    parser.add_argument(
+        "--images-per-file", type=int, default=IMAGES_PER_FILE, help="what a kill loses at most (default %(default)s)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    return parser
+
+
 def spatial() -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.classification.spatial`."""
     parser = command_parser("classification.spatial")

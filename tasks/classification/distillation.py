@@ -27,6 +27,7 @@ PHASES: dict[str, dict[str, float]] = {
 }
 
 CLASS_LOSSES = {"reverse": "class", "forward": "class_forward"}
+UP_LOSSES = {"l2": "up_l2", "l1": "up_l1"}
 
 
 @dataclass
@@ -42,6 +43,10 @@ class DistillationConfig:
         is 0, 0, 0, 1 in phase 1 and 1, 0.5, 0.5, 0 in phase 2.
     class_kl: "reverse" is KL(y || y_teacher) as Eq. 9 prints it, "forward" KL(y_teacher || y) as the published code of
         Sparsifiner and DynamicViT has it.
+    up_penalty: what keeps W_up small. "weight_decay": that of the trainer, as the paper has it. "l2": lambda_up times
+        the sum of its squares in the loss (Eqs. 11 and 12 as printed), "l1": of its absolute values (the published
+        code's option, of which the paper says that it was tried); W_up then has no weight decay.
+    lambda_up: the weight of l2 or l1. Neither the paper nor the code has a number above 0.
     """
 
     teacher: str | None = None
@@ -51,6 +56,8 @@ class DistillationConfig:
     lambda_class: float | None = None
     lambda_attention: float | None = None
     class_kl: str = "reverse"
+    up_penalty: str = "weight_decay"
+    lambda_up: float | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -74,6 +81,25 @@ class DistillationConfig:
             self.teacher is not None and self.weights()[CLASS_LOSSES[self.class_kl]]
         ):
             raise ValueError(f"distillation.class_kl={self.class_kl} has no effect without a class loss")
+        self._check_penalty()
+
+    def _check_penalty(self) -> None:
+        if self.up_penalty == "weight_decay":
+            if self.lambda_up is not None:
+                raise ValueError(
+                    f"distillation.lambda_up={self.lambda_up} is of up_penalty l2 or l1; weight_decay takes "
+                    "trainer.weight_decay"
+                )
+            return
+        if self.up_penalty not in UP_LOSSES:
+            names = ", ".join(("weight_decay", *UP_LOSSES))
+            raise ValueError(f"distillation.up_penalty={self.up_penalty!r} must be one of {names}")
+        check_finite("distillation.lambda_up", self.lambda_up, zero=False)
+        if self.teacher is None or not self.weights()["attention"]:
+            raise ValueError(
+                f"distillation.up_penalty={self.up_penalty} is for a predictor that is trained: it needs a teacher, "
+                "and phase=predictor or lambda_attention above 0"
+            )
 
     def weights(self) -> dict[str, float]:
         """Weights of the losses by name."""
@@ -82,6 +108,8 @@ class DistillationConfig:
             given = getattr(self, f"lambda_{loss}")
             name = CLASS_LOSSES[self.class_kl] if loss == "class" else loss
             found[name] = weight if given is None else given
+        if self.up_penalty in UP_LOSSES and self.lambda_up is not None:
+            found[UP_LOSSES[self.up_penalty]] = self.lambda_up
         return found
 
 

@@ -8,6 +8,7 @@ then it goes on where it was.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,21 @@ def make_label_maps(
     return header
 
 
+def training_images(config_file: str, overrides: Sequence[str], workers: int = 0) -> ImageData:
+    """The training images that a configuration's data section names, without those that cannot be read.
+
+    Raises:
+        ValueError: for a stream, and as reading the data does.
+    """
+    config = DataConfig(**load_config(config_file, overrides)["data"])
+    if config.streaming:
+        raise ValueError("label maps need images in any order, not a stream; set data.streaming=false")
+    data = load_data(config)
+    data.splits = {"train": data.splits["train"]}
+    drop_corrupt(data, config, workers, show_progress=True)
+    return data
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; a bad value prints one line and returns 2."""
     parser = commands.label_maps()
@@ -146,12 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
-        config = DataConfig(**load_config(arguments.config, arguments.overrides)["data"])
-        if config.streaming:
-            raise ValueError("label maps need images in any order, not a stream; set data.streaming=false")
-        data = load_data(config)
-        data.splits = {"train": data.splits["train"]}
-        drop_corrupt(data, config, arguments.workers, show_progress=True)
+        data = training_images(arguments.config, arguments.overrides, arguments.workers)
         header = make_label_maps(
             arguments.teacher,
             data,

@@ -14,6 +14,7 @@ GL_PACKAGES = "apt-get install libosmesa6, or libegl1 libegl-mesa0"
 IMAGE_SIZES = {"lift": 84, "can": 84, "pusht": 96}  # pixels of the published data sets
 # Actions and frame of the arms, as their settings name them.
 POSE_ACTION, BASE_FRAME = "position 3, rotation 6 (rows of the matrix), gripper 1", "robot base"
+RENDERINGS = ("fast", "robosuite")  # of images of arms
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 16, 1024
 
 

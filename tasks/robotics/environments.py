@@ -14,10 +14,19 @@ import sys
 from collections.abc import Sequence
 
 from hf_sparseprior.cli.doctor import gl_library
-from tasks.robotics.environment import GL_PACKAGES, IMAGE_SIZES, MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, Environment
+from tasks.robotics.environment import (
+    GL_PACKAGES,
+    IMAGE_SIZES,
+    MAX_IMAGE_SIZE,
+    MIN_IMAGE_SIZE,
+    RENDERINGS,
+    Environment,
+)
 
 
-def make_environment(name: str, cameras: Sequence[str] = (), image_size: int | None = None) -> Environment:
+def make_environment(
+    name: str, cameras: Sequence[str] = (), image_size: int | None = None, rendering: str = "fast"
+) -> Environment:
     """An environment by name.
 
     Args:
@@ -26,9 +35,11 @@ def make_environment(name: str, cameras: Sequence[str] = (), image_size: int | N
         cameras: what the observations show, "agentview" and "robot0_eye_in_hand" for arms, "image" for PushT. Without
             cameras nothing is rendered and no GL library is needed.
         image_size: height and width of the images; None: as in the published data sets (IMAGE_SIZES).
+        rendering: of images of arms; "robosuite": with its multisampling, shadows and reflections, for policies of
+            robomimic's published demonstrations.
 
     Raises:
-        ValueError: for another name, camera or size.
+        ValueError: for another name, camera, size or rendering.
         ImportError: if the simulator is missing; the message has the line that installs it.
         OSError: if images of an arm are wanted and no GL library is found.
     """
@@ -37,10 +48,15 @@ def make_environment(name: str, cameras: Sequence[str] = (), image_size: int | N
     size = IMAGE_SIZES[name] if image_size is None else image_size
     if isinstance(size, bool) or not isinstance(size, int) or not MIN_IMAGE_SIZE <= size <= MAX_IMAGE_SIZE:
         raise ValueError(f"image_size={size!r} must be an integer from {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE}")
-    return ENVIRONMENTS[name](name, tuple(cameras), size)
+    if rendering not in RENDERINGS or (name == "pusht" and rendering != "fast"):
+        allowed = "'fast' for pusht" if name == "pusht" else f"one of {', '.join(RENDERINGS)}"
+        raise ValueError(f"rendering={rendering!r} must be {allowed}")
+    if rendering == "fast":
+        return ENVIRONMENTS[name](name, tuple(cameras), size)
+    return _arm(name, tuple(cameras), size, rendering)
 
 
-def _arm(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
+def _arm(name: str, cameras: tuple[str, ...], image_size: int, rendering: str = "fast") -> Environment:
     use_software_gl()
     try:
         from tasks.robotics.robosuite_arm import RobosuiteArm
@@ -56,7 +72,7 @@ def _arm(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:
             f"{name} cannot be imported with MUJOCO_GL={os.environ['MUJOCO_GL']} ({error}): {GL_PACKAGES}; "
             "without images MUJOCO_GL=disable does"
         ) from error
-    return RobosuiteArm(name, cameras, image_size)
+    return RobosuiteArm(name, cameras, image_size, rendering)
 
 
 def _pusht(name: str, cameras: tuple[str, ...], image_size: int) -> Environment:

@@ -45,8 +45,11 @@ CAMERAS = {"agentview": "agentview_image", "robot0_eye_in_hand": "robot0_eye_in_
 CONTROL_HZ = 20
 TASKS = {"lift": ("Lift", "cube_main"), "can": ("PickPlaceCan", "Can_main")}  # name in robosuite, body of the object
 FAR = 10.0  # metres; what falls off the table does not get there in an episode
-# Multisampling, shadows and reflections take nine tenths of the time of software GL.
-IMAGE_MODE = {"renderer": "mujoco.Renderer", "samples": 0, "shadows": False, "reflections": False}
+# Multisampling, shadows and reflections take nine tenths of the time of software GL. With them images are robosuite's.
+IMAGE_MODES = {
+    "fast": {"renderer": "mujoco.Renderer", "samples": 0, "shadows": False, "reflections": False},
+    "robosuite": {"renderer": "robosuite", "samples": 4, "shadows": True, "reflections": True},
+}
 
 
 def controller() -> dict[str, Any]:
@@ -68,6 +71,7 @@ class RobosuiteArm(Environment):
         name: "lift" or "can".
         cameras: some of CAMERAS.
         image_size: height and width of their images, pixels.
+        rendering: one of IMAGE_MODES.
 
     Raises:
         ValueError: for another camera.
@@ -78,7 +82,7 @@ class RobosuiteArm(Environment):
     fps = CONTROL_HZ
     action_bounds = bounds((-1, 1, POSE_ACTION_SIZE))  # the arm reaches 0.86 m
 
-    def __init__(self, name: str, cameras: tuple[str, ...], image_size: int) -> None:
+    def __init__(self, name: str, cameras: tuple[str, ...], image_size: int, rendering: str = "fast") -> None:
         if unknown := [camera for camera in cameras if camera not in CAMERAS]:
             raise ValueError(f"camera {unknown[0]!r} of {name} must be one of {', '.join(CAMERAS)}")
         task, body = TASKS[name]
@@ -93,6 +97,7 @@ class RobosuiteArm(Environment):
         }
         self.cameras = {camera: CAMERAS[camera] for camera in cameras}
         self.image_size = image_size
+        self._mode = IMAGE_MODES[rendering]
         config = controller()
         # The cube's size is drawn when the model is built, so the model always has the same seed.
         self._env = robosuite.make(
@@ -127,7 +132,7 @@ class RobosuiteArm(Environment):
             "controller": config,
             "control_hz": CONTROL_HZ,
             "versions": {package: version(package) for package in ("robosuite", "mujoco")},
-            "image_mode": IMAGE_MODE,
+            "image_mode": self._mode,
             "image_size": image_size,
             "cameras": list(cameras),
         }
@@ -163,6 +168,10 @@ class RobosuiteArm(Environment):
     def state(self) -> np.ndarray:
         """Time, joint positions and velocities, float64: what robomimic keeps as `states`."""
         return self._env.sim.get_state().flatten()
+
+    def model_xml(self) -> str:
+        """The model in MuJoCo's XML, as robomimic keeps it with each episode."""
+        return self._env.model.get_xml()
 
     def pose(self) -> tuple[np.ndarray, np.ndarray]:
         """Position (3,) and rotation matrix (3, 3) of the grip site in the frame of the actions, the robot's base."""
@@ -240,12 +249,12 @@ class RobosuiteArm(Environment):
         if size not in self._renderers:
             # A buffer of just the image's size: software GL pays for every pixel of it.
             self._model.vis.global_.offwidth = self._model.vis.global_.offheight = size
-            self._model.vis.quality.offsamples = IMAGE_MODE["samples"]
+            self._model.vis.quality.offsamples = self._mode["samples"]
             try:
                 renderer = mujoco.Renderer(self._model, size, size)
             except (AttributeError, ImportError, RuntimeError, OSError, TypeError) as error:
                 raise OSError(f"no GL library renders here without a screen ({error}): {GL_PACKAGES}") from error
-            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = IMAGE_MODE["shadows"]
-            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = IMAGE_MODE["reflections"]
+            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = self._mode["shadows"]
+            renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = self._mode["reflections"]
             self._renderers[size] = renderer
         return self._renderers[size]

@@ -16,6 +16,8 @@ from tasks.robotics.environments import make_environment
 from tasks.robotics.formats import check_settings
 from tasks.robotics.policy import CrosswayPolicy
 
+ENVIRONMENT_KEYS = {"name", "cameras", "image_size", "rendering"}  # of `make_environment`
+
 
 @dataclass
 class Episode:
@@ -46,7 +48,7 @@ def make_matching_environment(about: Mapping[str, Any], source: str) -> Environm
             `about` has no environment or settings.
     """
     arguments, settings = about.get("environment"), about.get("settings")
-    if not isinstance(arguments, Mapping) or not {"name"} <= set(arguments) <= {"name", "cameras", "image_size"}:
+    if not isinstance(arguments, Mapping) or not {"name"} <= set(arguments) <= ENVIRONMENT_KEYS:
         raise ValueError(f"{source} does not say its environment: {arguments!r}")
     if not isinstance(settings, Mapping) or not isinstance(settings.get("cameras"), list):
         raise ValueError(f"{source} does not say the settings of its environment")

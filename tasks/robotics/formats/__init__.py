@@ -14,7 +14,8 @@ nothing. LeRobotDataset (version 3: parquet, mp4, JSON) is read by `lerobot_read
 
 Published files have no such settings. Diffusion Policy's PushT is read as it is. robomimic's Lift and Can with absolute
 actions (its image_abs.hdf5, made by Diffusion Policy) are converted when they are read: from positions in the world and
-axis angles to ours. They were recorded by older robosuite versions in another image mode: `check_environment` says so.
+axis angles to ours. They were recorded by older robosuite versions in another image mode: `check_environment` compares
+their model, controller and cameras with those here (`robomimic_check`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tasks.robotics.formats.hdf5_layout import HDF5Demonstrations, write_hdf5
 from tasks.robotics.formats.lerobot_files import INFO
 from tasks.robotics.formats.lerobot_reader import LeRobotDemonstrations
 from tasks.robotics.formats.lerobot_writer import write_lerobot
+from tasks.robotics.formats.robomimic_check import published_differences
 from tasks.robotics.formats.zarr_layout import ZarrDemonstrations, write_zarr
 
 __all__ = [
@@ -103,6 +105,10 @@ def check_environment(demonstrations: Demonstrations, environment: Environment) 
 def check_settings(settings: Mapping[str, Any], source: str | Path, environment: Environment) -> None:
     """`check_environment` with the settings of an environment that are stored in `source`."""
     here = environment.settings
+    if "robomimic" in settings:
+        if found := published_differences(settings, environment):
+            raise ValueError(f"{source}: robomimic's environment is not made alike here: {'; '.join(found)}")
+        return
     compared = ACTION_SETTINGS + (IMAGE_SETTINGS if here["cameras"] else ())
     for key in compared:
         if (key in settings and settings[key] != here[key]) or (key not in settings and key != "versions"):

@@ -61,7 +61,11 @@ class Demonstrations(ABC):
         """Keyword arguments of `make_environment`."""
         settings = self.settings
         arguments = {"name": settings["environment"], "cameras": tuple(settings["cameras"])}
-        return arguments | ({"image_size": settings["image_size"]} if settings["cameras"] else {})
+        if settings["cameras"]:
+            arguments["image_size"] = settings["image_size"]
+            if "robomimic" in settings:
+                arguments["rendering"] = "robosuite"
+        return arguments
 
     def split(self, name: str) -> tuple[str, ...]:
         """Episodes of "train" or "validation".

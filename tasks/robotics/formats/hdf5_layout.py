@@ -24,6 +24,7 @@ from tasks.robotics.formats.demonstrations import (
     validation_episodes,
 )
 from tasks.robotics.formats.episode import Episode
+from tasks.robotics.formats.robomimic_check import COMPARED, HARMLESS, model_facts
 
 # robomimic's numbers of classes of environments; names of environments; where the robot's base stands, metres.
 ROBOSUITE_TYPE = 1
@@ -94,7 +95,26 @@ class HDF5Demonstrations(Demonstrations):
             "image_mode": {"renderer": "robosuite"},
             "image_size": int(first_image.shape[1]) if first_image is not None and first_image.ndim == 4 else None,
             "cameras": [key.removesuffix("_image") for key in images],
+            "robomimic": {
+                "robots": [robots] if isinstance(robots := options.get("robots"), str) else robots,
+                "others": {
+                    key: value
+                    for key, value in options.items()
+                    if key not in COMPARED | HARMLESS and value not in (None, "default")
+                },
+                "model": self._model(first),
+            },
         }
+
+    def _model(self, episode: Any) -> dict[str, dict[str, str]] | None:
+        """Facts of the model that an episode was recorded with; None if it has none."""
+        xml = getattr(episode, "attrs", {}).get("model_file")
+        if not isinstance(xml, (str, bytes)):
+            return None
+        try:
+            return model_facts(xml)
+        except ValueError as error:
+            raise self._fail(f"model_file of its first episode is {error}") from None
 
     def _check_absolute(self, data: Any) -> None:
         """Refuse relative actions. robomimic's files do not say whether actions are relative. Absolute rotations are

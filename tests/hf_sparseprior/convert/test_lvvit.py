@@ -81,7 +81,11 @@ def linear(tokens, state, name):
     return tokens @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0.0)
 
 
-def rewrite(state, pixels, heads, skip_lam):
+def softmax_weights(block, query, key):
+    return (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
+
+
+def rewrite(state, pixels, heads, skip_lam, weights_of=softmax_weights):
     """Class logits and token logits of an original LV-ViT."""
     for number, (stride, padding) in enumerate([(2, 3), (1, 1), (1, 1)], start=1):
         pixels = convolution(pixels, state[f"patch_embed.conv{number}.weight"], stride, padding)
@@ -95,8 +99,7 @@ def rewrite(state, pixels, heads, skip_lam):
     for block in range(sum(key.endswith(".attn.proj.bias") for key in state)):
         qkv = linear(layer_norm(tokens, state, f"blocks.{block}.norm1"), state, f"blocks.{block}.attn.qkv")
         query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-        weights = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
-        attended = (weights @ value).transpose(1, 2).flatten(2)
+        attended = (weights_of(block, query, key) @ value).transpose(1, 2).flatten(2)
         tokens = tokens + linear(attended, state, f"blocks.{block}.attn.proj") / skip_lam
         hidden = linear(layer_norm(tokens, state, f"blocks.{block}.norm2"), state, f"blocks.{block}.mlp.fc1")
         hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2

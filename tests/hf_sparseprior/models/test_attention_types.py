@@ -170,6 +170,30 @@ def test_it_is_transformers_timesformer_with_pairs_and_decay_by_loops(case, tmp_
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("pooling", ["class_token", "mean", "class_token_and_mean"])
+def test_frames_are_averaged_before_the_last_norm_as_published(pooling, tmp_path):
+    """The last norm by formula; the two averages differ, and transformers' class has none."""
+    twin = fresh("space only", pooling=pooling).double()
+    model = fresh("space only", pooling=pooling, frame_average="before_norm").double()
+    assert all(value.equal(twin.state_dict()[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        tokens = twin.vit(clips().double(), output_hidden_states=True).hidden_states[-1]
+    mean = sum(tokens.unflatten(0, (2, FRAMES))[:, frame] for frame in range(FRAMES)) / FRAMES
+    centred = mean - mean.mean(-1, keepdim=True)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + model.config.layer_norm_eps).sqrt()
+    normed = scaled * model.vit.layernorm.weight + model.vit.layernorm.bias
+    parts = {"class_token": [normed[:, 0]], "mean": [normed[:, 1:].mean(1)]}
+    parts["class_token_and_mean"] = parts["class_token"] + parts["mean"]
+    expected = torch.cat(parts[pooling], -1) @ model.classifier.weight.T + model.classifier.bias
+    found = logits(model, clips().double())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (found - logits(twin, clips().double())).abs().max() > 1e-3
+    model.save_pretrained(tmp_path / "ours")
+    assert AutoModelForVideoClassification.from_pretrained(tmp_path / "ours").config.frame_average == "before_norm"
+    with pytest.raises(ValueError, match="frame_average='before_norm' must be 'after_norm'"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "stock", prior="dense", to="timesformer")
+
+
 @every
 def test_support_and_decay_each_change_the_output(case):
     """The same weights without the support, and without the decay."""

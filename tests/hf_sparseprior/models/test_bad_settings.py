@@ -75,6 +75,11 @@ BAD = {
             "time_initializer_range=0.1 is of time embeddings",
         ),
         ({"attention_type": "joint"}, "='joint' must be one of divided_space_time, joint_space_time, space_only"),
+        ({"frame_average": "norm"}, "frame_average='norm' must be one of after_norm, before_norm"),
+        (
+            {"frame_average": "before_norm"},
+            "frame_average='before_norm' is of attention_type='space_only'; with 'divided_space_time'",
+        ),
         ({"prior": "violin+clip"}, "time='clip' needs attention_type='joint_space_time'; with 'divided_space_time'"),
         (
             {"prior": CLIP_AXES, "attention_type": "space_only"},

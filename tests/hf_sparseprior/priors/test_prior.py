@@ -164,7 +164,10 @@ def test_the_pruning_ratio_of_the_paper():
         ({"decay": "fibottention"}, r"prior: decay='fibottention' must be one of none, violin"),
         ({"decay": {"name": "violin", "curves": ["x"]}}, r"prior: curves: 'x' must be one of z, z_t"),
         ({"predictor": "sparsifier"}, r"prior: predictor='sparsifier' must be one of topk"),
-        ({"predictor": {}}, r"prior: predictor needs a 'name', one of topk, sparsifiner; got \{\}"),
+        (
+            {"predictor": {}},
+            r"prior: predictor needs a 'name', one of topk, sparsifiner, sparsifiner_published; got \{\}",
+        ),
         ({"predictor": {"name": "topk", "keys": 0}}, r"prior: topk: keys=0 must be an integer of 1 or more"),
         ({"predictor": {"name": "topk", "keys": 2, "pruning_ratio": 9}}, r"keys=2 and .*ratio=9 cannot both be given"),
         ({"predictor": {"name": "topk", "pruning_ratio": 101}}, r"topk: pruning_ratio=101 must be a percentage from 0"),

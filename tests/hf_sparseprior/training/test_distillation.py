@@ -266,6 +266,43 @@ def test_phase_1_trains_the_predictor_alone_with_eq_10(tmp_path, checkpointing):
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-8, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "slope"),
+    [("up_l2", lambda w: w**2, lambda w: 2 * w), ("up_l1", abs, lambda w: (w > 0) - (w < 0))],
+)
+def test_a_penalty_of_w_up_is_a_sum_over_all_layers_in_place_of_weight_decay(name, value, slope, tmp_path):
+    """Sparsifiner Eqs. 11 and 12, number by number, and the L1 norm of the published code."""
+    model, teacher = make_model(0, prior=SPARSIFINER), make_model(0)
+    train_predictors_alone(model)
+    with torch.no_grad():
+        for predictor in predictors(model):
+            predictor.w_up -= 0.1  # of both signs
+    trainer = make_trainer(model, Distillation({"attention": 1.0, name: 0.3}, Teacher(teacher)), tmp_path)
+    loss = trainer.compute_loss(model.train(), batch())
+    own = torch.autograd.grad(loss, [predictor.w_up for predictor in predictors(model)])
+    data = eq_10(model, teacher, batch()["pixel_values"])
+    gradients = torch.autograd.grad(data, [predictor.w_up for predictor in predictors(model)])
+    numbers = [predictor.w_up.flatten().tolist() for predictor in predictors(model)]
+    expected = data.item() + 0.3 * sum(value(number) for layer in numbers for number in layer)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    for gradient, of_data, layer in zip(own, gradients, numbers, strict=True):
+        slopes = torch.tensor([0.3 * float(slope(number)) for number in layer]).view_as(of_data)
+        torch.testing.assert_close(gradient, of_data + slopes, rtol=1e-4, atol=1e-7)
+    decayed = set(trainer.get_decay_parameter_names(model))
+    names = {name for name, _ in model.named_parameters() if ".predictor." in name}
+    assert names & decayed == {name for name in names if name.endswith("w_down")}
+    plain = make_trainer(model, Distillation({"attention": 1.0}, Teacher(teacher)), tmp_path / "plain")
+    assert names <= set(plain.get_decay_parameter_names(model))
+
+
+@pytest.mark.parametrize("prior", ["violin", SPARSIFINER, "sparsifiner_published"])
+def test_a_penalty_without_a_trained_w_up_is_refused(prior, tmp_path):
+    model = make_model(0, prior=prior)
+    freeze_predictors(model)
+    with pytest.raises(ValueError, match=r"the up_l1 loss is of a trained W_up .sparsifiner., and prior '.*' has none"):
+        make_trainer(model, Distillation({"labels": 1, "up_l1": 0.1}), tmp_path)
+
+
 def test_scores_without_gradients_are_refused(tmp_path):
     model = make_model(0, prior=SPARSIFINER)
     model.gradient_checkpointing_enable({"use_reentrant": True})

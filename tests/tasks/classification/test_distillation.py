@@ -92,6 +92,19 @@ def test_phase_1_moves_the_predictor_alone_and_prunes_it(dense, predicted):
     assert counts == pytest.approx(100 * (1 - (17 + 16 * (1 + 5)) / 17**2))  # ceil(17 / 4) patches and the class token
 
 
+@pytest.mark.parametrize("penalty", ["l1", "l2"])
+def test_a_penalty_of_w_up_makes_it_smaller_than_weight_decay_does(dense, predicted, tmp_path, penalty):
+    phase = {**PHASE_1, "up_penalty": penalty, "lambda_up": 1.0}
+    results = training.run(config_of(tmp_path / "run", dense / "model", SPARSIFINER, phase))
+    sums = [
+        sum(value.abs().sum().item() for name, value in weights_of(folder).items() if name.endswith("w_up"))
+        for folder in (tmp_path / "run", predicted[0])
+    ]
+    assert sums[0] < 0.95 * sums[1]
+    losses = [entry[f"loss_up_{penalty}"] for entry in results["history"] if f"loss_up_{penalty}" in entry]
+    assert losses[-1] < losses[0] and results["config"]["distillation"] == phase
+
+
 @pytest.mark.parametrize("attention", [None, 1.0])
 def test_phase_2_trains_the_model_and_the_predictor_only_if_asked(predicted, tmp_path, attention):
     folder, _ = predicted
@@ -178,6 +191,15 @@ def test_a_teacher_for_any_model(dense, tmp_path):
         ({"teacher": 3}, {}, r"distillation\.teacher=3 must be a folder, 'self' or null"),
         ({"lambda_token": 0.5}, {}, r"distillation\.lambda_token=0.5 needs distillation\.teacher"),
         ({"phase": "predictor"}, {}, r"distillation\.phase=predictor needs distillation\.teacher"),
+        ({"lambda_up": 0.1}, {}, "lambda_up=0.1 is of up_penalty l2 or l1; weight_decay takes trainer.weight_decay"),
+        ({**PHASE_1, "up_penalty": "L2"}, {}, "up_penalty='L2' must be one of weight_decay, l2, l1"),
+        ({**PHASE_1, "up_penalty": "l2"}, {}, "lambda_up=None must be a number above 0"),
+        ({**PHASE_1, "up_penalty": "l1", "lambda_up": 0}, {}, "lambda_up=0 must be a number above 0"),
+        (
+            {"teacher": "x", "up_penalty": "l1", "lambda_up": 0.1},
+            {},
+            "up_penalty=l1 is for a predictor that is trained: it needs a teacher, and phase=predictor",
+        ),
         ({"teacher": "x", "lambda_class": -1}, {}, r"distillation\.lambda_class=-1 must be a number of 0 or more"),
         ({"teacher": "x", "lambda_class": True}, {}, r"lambda_class=True must be a number"),
         ({"teacher": "x", "lamda_class": 1}, {}, "has no key 'lamda_class'; did you mean 'lambda_class'"),

@@ -104,25 +104,28 @@ def make_episode():
 
 @pytest.fixture
 def write_robomimic_file(tmp_path):
-    """(lengths, further observations by size) -> a file as robomimic and Diffusion Policy publish it: absolute actions
-    in the world, axis angles near half a turn."""
+    """(lengths, further observations by size, env_kwargs, model in XML) -> a file as robomimic and Diffusion Policy
+    publish it: absolute actions in the world, axis angles near half a turn."""
     h5py = pytest.importorskip("h5py", reason="needs make robotics")
     from scipy.spatial.transform import Rotation
 
-    def write(lengths=(6, 4), cameras=("agentview",), further=()):
+    def write(lengths=(6, 4), cameras=("agentview",), further=(), options=None, model=None, task="Lift"):
         path = tmp_path / "image_abs.hdf5"
         generator = np.random.default_rng(0)
         with h5py.File(path, "w") as file:
             arguments = {
-                "env_name": "Lift",
+                "env_name": task,
                 "type": 1,
                 "env_version": "1.2.0",
                 "env_kwargs": {"controller_configs": {"type": "OSC_POSE", "control_delta": True}, "control_freq": 20},
             }
+            arguments["env_kwargs"].update(options or {})
             file.create_group("data").attrs["env_args"] = json.dumps(arguments)
             for index, length in enumerate(lengths):
                 demo = file.create_group(f"data/demo_{index}")
                 demo.attrs["num_samples"] = length
+                if model is not None:
+                    demo.attrs["model_file"] = model
                 tilts = Rotation.from_euler("xyz", generator.normal(0, 0.1, (length, 3)))
                 rotations = tilts * Rotation.from_rotvec([3.1, 0, 0])
                 world = generator.uniform((-0.1, -0.1, 0.8), (0.1, 0.1, 1.0), (length, 3))

@@ -127,7 +127,9 @@ def test_a_published_pusht_file_is_read(published_file):
 
 def test_a_published_robomimic_file_is_read(robomimic_file):
     demonstrations = open_demonstrations(robomimic_file)
-    assert demonstrations.environment == {"name": "lift", "cameras": ("agentview",), "image_size": 84}
+    assert demonstrations.environment == {
+        **{"name": "lift", "cameras": ("agentview",), "image_size": 84, "rendering": "robosuite"}
+    }
     assert demonstrations.action_size == 10 and demonstrations.split("validation") == ("demo_1",)
     with h5py.File(robomimic_file) as file:
         stored = file["data/demo_0/actions"][:]
@@ -139,7 +141,9 @@ def test_a_published_robomimic_file_is_read(robomimic_file):
 
 def test_a_published_robomimic_file_is_not_of_this_simulator(robomimic_file, arm_settings):
     here = SimpleNamespace(settings=arm_settings | {"cameras": []})
-    with pytest.raises(ValueError, match=r"image_abs.hdf5 was made with controller type 'OSC_POSE', this environment"):
+    with pytest.raises(
+        ValueError, match=r"image_abs.hdf5: robomimic's environment is not made alike here: robots None"
+    ):
         check_environment(open_demonstrations(robomimic_file), here)
 
 
