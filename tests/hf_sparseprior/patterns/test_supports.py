@@ -29,6 +29,8 @@ from hf_sparseprior.patterns.supports import (
     support_notes,
     support_settings,
 )
+from tasks.common.config import read_cell
+from tests.configs import shipped
 
 PHI = (1 + math.sqrt(5)) / 2
 PSI = (1 - math.sqrt(5)) / 2
@@ -407,6 +409,21 @@ def test_no_smaller_stride_merged_with_a_window_meets_the_ratio_of_table_2():
     }
     assert [stride for stride, ratio in ratios.items() if abs(ratio - 98.47) <= 0.1] == list(range(176, 196))
     assert [stride for stride, ratio in ratios.items() if f"{ratio:.2f}" == "98.47"] == [195]
+
+
+def test_merged_with_a_window_stride_98_is_the_sparsest_in_which_every_patch_sees_another_by_its_stride():
+    apart = np.abs(np.arange(196)[:, None] - np.arange(196))
+    by_stride = {stride: (apart > 0) & (apart % stride == 0) for stride in range(2, 196)}
+    kept = {stride: int(((apart <= 1) | seen).sum()) for stride, seen in by_stride.items() if seen.any(axis=1).all()}
+    assert max(kept) == min(kept, key=kept.__getitem__) == 98
+    row = read_cell(shipped.path("experiments/fib_table2.yaml#cifar10-sparse-transformer-97.96"))
+    mask = build_mask(row["model"]["prior"]["support"], num_heads=12, num_tokens=196)
+    assert set(mask.sum(axis=(1, 2))) == {kept[98]} == {782}
+    assert f"{100 * (1 - mask.mean()):.2f}" == "97.96"
+    # The row of the printed ratio has one pair in each direction that Longformer's window has not.
+    longformer = build_mask("longformer", num_heads=12, num_tokens=196)
+    merged = build_mask({"name": "strided", "local": 1, "stride": 195}, num_heads=12, num_tokens=196)
+    assert [tuple(pair) for pair in np.argwhere(merged[0] ^ longformer[0])] == [(0, 195), (195, 0)]
 
 
 @pytest.mark.parametrize(
