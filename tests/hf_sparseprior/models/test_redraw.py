@@ -247,6 +247,11 @@ FAMILIES = {
         sp.SparsePriorConvitConfig(image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=3,
                                    num_local_layers=1, num_attention_heads=2, intermediate_size=32, prior=prior)
     ),
+    "iformer": lambda prior: sp.SparsePriorIformerModel(
+        sp.SparsePriorIformerConfig(image_size=64, hidden_sizes=[12, 16, 20], conv_depths=[1, 1, 0],
+                                    attention_depths=[0, 1, 1], final_conv_depths=[0, 1, 1], key_reduction=[1, 1, 2],
+                                    conv_ratio=3, mlp_ratio=2, prior=prior)
+    ),
     "timesformer": lambda prior: sp.SparsePriorTimesformerModel(
         sp.SparsePriorTimesformerConfig(**SIZES, num_frames=2, prior=prior)
     ),
@@ -257,7 +262,11 @@ FAMILIES = {
 def test_every_family_draws_in_training_and_not_in_evaluation(family):
     torch.manual_seed(0)
     model = FAMILIES[family](redrawn({"name": "random", "pruning_ratio": 70}))
-    pixels = torch.randn(2, 2, 3, 8, 8) if family == "timesformer" else torch.randn(2, 3, 16, 16)
+    pixels = (
+        torch.randn(2, 2, 3, 8, 8)
+        if family == "timesformer"
+        else torch.randn(2, 3, *(64, 64) if family == "iformer" else (16, 16))
+    )
     first, second = (model.train()(pixels).last_hidden_state for _ in range(2))
     assert int(model.draws.count) == 2 and not torch.allclose(first, second)
     first, second = (model.eval()(pixels).last_hidden_state for _ in range(2))
