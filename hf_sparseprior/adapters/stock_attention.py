@@ -20,6 +20,7 @@ from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_model import asked_backend
+from hf_sparseprior.patterns.supports import redraws
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.saving.saved_config import PRIOR_RECORD
 
@@ -52,6 +53,11 @@ class StockPrior(PriorAttention):
         head_dim: int,
         for_adapters: bool = False,
     ) -> None:
+        if redraws(prior["support"]):
+            raise ValueError(
+                f"prior: support {prior['support']['name']!r} with redraw=True must have redraw=False in a stock "
+                "model, where nothing counts the passes; the models of this package do"
+            )
         super().__init__(num_heads, prior, layer_idx, head_dim)
         self.layout = layout
         self.config = config

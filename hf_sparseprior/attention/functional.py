@@ -29,7 +29,7 @@ from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.resolved import Time
 from hf_sparseprior.patterns.decay import check_decay_tensors, decay_settings
-from hf_sparseprior.patterns.supports import LayerKey, check_time, needs_grid, resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, check_time, needs_grid, redraws, resolve_support
 
 
 def run_plan(request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -114,6 +114,10 @@ def attention(
     tensors = None if decay is None else check_decay_tensors(decay, num_heads)
     key = LayerKey(num_heads, grid, layer, check_time(time))
     resolved = resolve_support(support, num_heads, math.prod(key.own_grid), key.own_grid)
+    if redraws(resolved):
+        raise ValueError(
+            f"support {resolved['name']!r} with redraw=True must have redraw=False: one call has no passes"
+        )
     plan = AttentionPlan(key, num_prefix_tokens, resolved, decay_settings(tensors))
     request = AttentionRequest(q, k, v, plan, tensors, scale, dropout_p, need_weights=need_weights)
     out, weights = run_plan(request, backend)

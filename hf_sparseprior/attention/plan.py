@@ -121,9 +121,9 @@ class AttentionPlan:
     @classmethod
     def from_key(cls, key: str) -> AttentionPlan:
         """The plan whose `key` this is."""
-        (num_heads, grid, layer, time, heads), *rest = json.loads(key)
+        (num_heads, grid, layer, time, heads, draw), *rest = json.loads(key)
         heads = None if heads is None else tuple(heads)
-        return cls(LayerKey(num_heads, tuple(grid), layer, time, heads), *rest)
+        return cls(LayerKey(num_heads, tuple(grid), layer, time, heads, draw), *rest)
 
     def __reduce__(self) -> tuple[Callable, tuple[str]]:
         """Copies and other processes make it anew, with tables of their own."""

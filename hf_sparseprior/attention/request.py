@@ -31,6 +31,7 @@ class CallOptions(NamedTuple):
     bias, token_ids, keep_mask: as in `AttentionRequest`.
     layout: the order in which the patches come, as in `AttentionPlan`.
     rotations: rotary positions of the tokens of each grid, in their order; not with a mixer.
+    draw: number of the draw of supports that draw their pairs anew, from 1; not needed in evaluation.
     """
 
     output_attentions: bool = False
@@ -41,6 +42,7 @@ class CallOptions(NamedTuple):
     keep_mask: Tensor | None = None
     layout: str = RASTER
     rotations: Sequence[Rotation] | None = None
+    draw: int | None = None
 
 
 DEFAULT_OPTIONS = CallOptions()

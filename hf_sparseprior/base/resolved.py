@@ -24,12 +24,14 @@ class ResolvedSupport(TypedDict):
     shuffle_seed: decides which head has which support in which layer; None: head i has support i.
     mask_fill: the logits of pairs that are left out.
     order: the order of the patches in which offsets count, see `token_order`; left out for raster order.
+    redraw: whether random pairs are drawn anew in each training pass; left out if they are not.
     """
 
     name: str
     shuffle_seed: int | None
     mask_fill: MaskFill
     order: NotRequired[str | list[str]]
+    redraw: NotRequired[bool]
 
 
 class ResolvedDecay(TypedDict):

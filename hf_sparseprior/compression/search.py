@@ -16,8 +16,12 @@ and the gate of an attention with a sigmoid, which is not 0 at 0, have theirs wh
 
 The published loss also
 has the sum of the masks with a weight for each kind. Its gradient is the same for all units of a kind, and
-standardising removes it, so it is left out. The ratio is of all parameters of the model, not of those in the layers
-alone.
+standardising removes it, so it is left out.
+
+Two things are settings. `ratio_of`: of which parameters the ratio is a share, of the "model" or, as in the published
+code, of those that belong to a unit of attention or MLP ("layers": of DeiT-S 21.3 of 22.1 million). `choice`: how units
+are chosen. "fill" takes the highest scores and then others that still fit, until the share is met. "threshold" is the
+published code's: one score is the threshold, and all units above it go, except the smallest of a group.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ KINDS = {
 STRUCTURES = tuple(KINDS)
 ACTIVATED = (MLP_WIDTH, CONV_WIDTH, STEM_WIDTH)  # kinds whose masks an activation follows
 PUBLISHED = (HEAD_WIDTH, MLP_WIDTH)
+RATIOS, CHOICES = ("model", "layers"), ("fill", "threshold")
 SEARCH_FILE = "search.safetensors"
 TOLERANCE = 0.01  # of all parameters, by which the pruned share may miss the ratio
 
@@ -59,16 +64,26 @@ class MaskSearch:
 
     Args:
         model: of one of our families; its forward uses the masks until `remove`.
-        ratio: p, the share of all parameters that the search takes away, above 0 and below 1.
+        ratio: p, the share of the parameters that the search takes away, above 0 and below 1.
         structures: what may go, some of STRUCTURES.
+        ratio_of: of which parameters, "model" or "layers".
+        choice: of the units that go, "fill" or "threshold".
 
     Raises:
         ValueError: for a bad value, a ratio that these structures cannot give, and a model that cannot be compressed.
     """
 
-    def __init__(self, model: Any, ratio: float, structures: Sequence[str] = PUBLISHED) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ratio: float,
+        structures: Sequence[str] = PUBLISHED,
+        ratio_of: str = "model",
+        choice: str = "fill",
+    ) -> None:
         check_search(ratio, structures)
-        self.units, self.ratio = Units(model), ratio
+        check_choice(ratio_of, choice, structures)
+        self.units, self.ratio, self.by_threshold = Units(model), ratio, choice == "threshold"
         kinds = {kind for structure in structures for kind in KINDS[structure]}
         self.groups = [group for group in self.units.sizes if group.kind in kinds]
         self.masks = {
@@ -77,11 +92,16 @@ class MaskSearch:
         masked = self._masked_modules()
         if any(group.kind in ACTIVATED for _, axis, place in masked if place == "output" for group in axis):
             _check_activation(model)
-        self.total = self.units.count(self.units.sizes)
+        self.total = self.parameters = self.units.count(self.units.sizes)
+        if ratio_of == "layers":
+            kinds = {kind for structure in PUBLISHED for kind in KINDS[structure]}
+            sizes = {group: size for group, size in self.units.sizes.items() if group.kind in kinds}
+            self.total = sum(size * self._cost(group) for group, size in sizes.items())
         least = self.units.count({**self.units.sizes, **dict.fromkeys(self.groups, 1)})
-        if (most := 1 - least / self.total) < ratio:
+        if (most := (self.parameters - least) / self.total) < ratio:
             raise ValueError(f"ratio={ratio} must be at most {most:.3f}, which is all of {', '.join(structures)}")
-        if abs((share := self._share(self.choose(ratio))) - ratio) > TOLERANCE:
+        # A threshold needs scores, which there are none of yet.
+        if not self.by_threshold and abs((share := self._share(self.choose(ratio))) - ratio) > TOLERANCE:
             raise ValueError(
                 f"ratio={ratio} cannot be met to 1 % with {', '.join(structures)}, only {share:.3f}, because one unit "
                 "has too many of the parameters; take another ratio, or mlp too"
@@ -158,13 +178,15 @@ class MaskSearch:
         return gradients.double().cpu()
 
     def choose(self, share: float) -> dict[Group, Tensor]:
-        """Which units are kept if this share of all parameters goes: bool (units,) by group, on the CPU.
+        """Which units are kept if this share of the parameters goes: bool (units,) by group, on the CPU.
 
-        In the order of the scores units go as long as no more than the share is gone, and after the first that would
-        be too much, those that still fit, and then one more if that is nearer to the share. Each group keeps at least
-        the unit with its smallest score.
+        Without a threshold: in the order of the scores units go as long as no more than the share is gone, and after
+        the first that would be too much, those that still fit, and then one more if that is nearer to the share. Each
+        group keeps at least the unit with its smallest score.
         """
         scores = self.scores()
+        if self.by_threshold:
+            return self._up_to_threshold(scores, share)
         ranked = [
             (float(score), group, unit)
             for group, values in scores.items()
@@ -185,17 +207,32 @@ class MaskSearch:
                     budget -= cost
         return kept
 
+    def _up_to_threshold(self, scores: Mapping[Group, Tensor], share: float) -> dict[Group, Tensor]:
+        """As `choose`, as in the published code: the units up to the score at which, in falling order, the sum of the
+        parameters of units comes nearest to the share. In each group the smallest score stays, too.
+        """
+        every = torch.cat(list(scores.values()))
+        costs = torch.cat([values.new_full(values.shape, self._cost(group)) for group, values in scores.items()])
+        order = every.argsort(descending=True, stable=True)
+        nearest = (costs[order].cumsum(0) - share * self.total).abs().argmin()
+        threshold = every[order[nearest]]
+        return {group: (values <= threshold) | (values <= values.min()) for group, values in scores.items()}
+
+    def _cost(self, group: Group) -> int:
+        """Parameters of one unit of a group in the whole model: of DeiT-S 9234 of a head's width and 769 of the MLP."""
+        return self.units.cost(group, self.units.sizes)
+
     def kept(self) -> dict[Group, Tensor]:
         """Which units have a mask that is not 0, bool (units,) by group, on the CPU."""
         return {group: (mask.detach() != 0).cpu() for group, mask in self.masks.items()}
 
     def achieved(self) -> float:
-        """The share of all parameters that goes with the masks that are 0."""
+        """The share of the parameters, as `ratio` counts it, that goes with the masks that are 0."""
         return self._share(self.kept())
 
     def _share(self, kept: Mapping[Group, Tensor]) -> float:
         sizes = {**self.units.sizes, **{group: int(mask.sum()) for group, mask in kept.items()}}
-        return 1 - self.units.count(sizes) / self.total
+        return (self.parameters - self.units.count(sizes)) / self.total
 
     def to(self, device: torch.device) -> None:
         """Move masks and sums of gradients."""
@@ -251,6 +288,17 @@ def check_search(ratio: Any, structures: Any, where: str = "") -> None:
     listed = isinstance(structures, (list, tuple)) and len(structures) > 0
     if not listed or len(set(structures)) < len(structures) or not set(structures) <= set(STRUCTURES):
         raise ValueError(f"{where}structures={structures!r} must be a list of some of {', '.join(STRUCTURES)}")
+
+
+def check_choice(ratio_of: Any, choice: Any, structures: Sequence[str], where: str = "") -> None:
+    """Raise ValueError for other values, and for structures with which a unit has no parameters of its own."""
+    for name, value, allowed in (("ratio_of", ratio_of, RATIOS), ("choice", choice, CHOICES)):
+        if value not in allowed:
+            raise ValueError(f"{where}{name}={value!r} must be one of {', '.join(allowed)}")
+        if value != allowed[0] and not set(structures) <= set(PUBLISHED):
+            raise ValueError(
+                f"{where}structures={structures!r} with {name}={value!r} must be some of {', '.join(PUBLISHED)}"
+            )
 
 
 def _check_activation(model: Any) -> None:

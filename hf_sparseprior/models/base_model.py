@@ -12,10 +12,12 @@ from transformers import initialization as init
 
 from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.extras import PriorModule
+from hf_sparseprior.base.layer_sizes import UnitAxes
 from hf_sparseprior.base.loading import check_source, load_pretrained, without_code
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.models.blocks import LayerScale
 from hf_sparseprior.patterns.decay import Decay
+from hf_sparseprior.patterns.supports import redraws
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.saving.folder import complete_folder
 
@@ -131,14 +133,60 @@ class BasePreTrainedModel(PreTrainedModel):
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
+class DrawCount(PriorModule):
+    """How many training passes a model has made, for supports that draw their pairs anew in each (`redraw`).
+
+    A pass is a forward of the model in training; layers that gradient checkpointing runs again have the number of their
+    first run. The count is a buffer, so checkpoints have it and copies go on from it. What saves adapters alone leaves
+    it out; `SparsePriorTrainer` writes it into its checkpoints in any case.
+    """
+
+    name = "draws"
+    UNIT_AXES: UnitAxes = {"count": ()}
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @classmethod
+    def of(cls, config: BaseConfig) -> DrawCount | None:
+        """The count of a model with this config; None if its pairs are the same in every pass."""
+        return cls() if any(redraws(prior["support"]) for prior in config.stage_priors) else None
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """As `PriorModule`."""
+        return {"count": torch.zeros((), dtype=torch.int64)}
+
+    # Dynamo would go on without a graph after an exception in what it traces. What it calls as a constant ends it.
+    @torch._dynamo.assume_constant_result
+    def next(self, compiling: bool) -> int:
+        """Count a pass, and return its number, from 1.
+
+        Raises:
+            ValueError: within a graph that is recorded, which would draw the same pairs for ever.
+        """
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if compiling or torch.jit.is_tracing() or capturing:
+            raise ValueError(
+                "redraw=True draws pairs anew in each training pass, which torch.compile, torch.export, "
+                "torch.jit.trace and CUDA graphs would record once; it must be False there, or the model in evaluation"
+            )
+        self.count.add_(1)
+        return int(self.count)
+
+
 def asked_backend(config: Any) -> str:
     """The backend that a config of transformers asks for; "eager" is its word for the written-out form."""
     return "reference" if config._attn_implementation == "eager" else "auto"
 
 
-def call_options(config: BaseConfig, output_attentions: bool, layout: str = RASTER) -> CallOptions:
-    """What a forward asks of the attention layers."""
-    return CallOptions(output_attentions, backend=asked_backend(config), layout=layout)
+def call_options(
+    config: BaseConfig, draws: DrawCount | None, output_attentions: bool, layout: str = RASTER
+) -> CallOptions:
+    """What a forward asks of the attention layers. In training it is counted in `draws`, if there is one."""
+    draw = draws.next(torch.compiler.is_compiling()) if draws is not None and draws.training else None
+    return CallOptions(output_attentions, backend=asked_backend(config), layout=layout, draw=draw)
 
 
 def output_options(

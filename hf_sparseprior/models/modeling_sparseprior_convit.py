@@ -23,7 +23,7 @@ from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, from_
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import HEADS, WIDTH, UnitAxes
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
-from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
 from hf_sparseprior.models.blocks import MLP, DropPath, patch_grid, resized_positions
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
@@ -267,6 +267,7 @@ class SparsePriorConvitModel(SparsePriorConvitPreTrainedModel):
         self.embeddings = SparsePriorConvitEmbeddings(config)
         self.layers = nn.ModuleList(SparsePriorConvitLayer(config, index) for index in range(config.num_hidden_layers))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.draws = DrawCount.of(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -283,7 +284,7 @@ class SparsePriorConvitModel(SparsePriorConvitPreTrainedModel):
         class_tokens, hidden_states = tokens[:, :1], tokens[:, 1:]
         states: list[Tensor] = [hidden_states]
         attentions: list[Tensor] = []
-        options, plan = call_options(self.config, output_attentions), None
+        options, plan = call_options(self.config, self.draws, output_attentions), None
         for index, layer in enumerate(self.layers):
             if index == self.config.num_local_layers:
                 hidden_states = torch.cat([class_tokens, hidden_states], 1)

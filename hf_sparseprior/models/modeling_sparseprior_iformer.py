@@ -36,7 +36,7 @@ from hf_sparseprior.base.layer_sizes import (
     WIDTH,
     UnitAxes,
 )
-from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
 from hf_sparseprior.models.blocks import BatchNorm, DropPath, LayerScale
 from hf_sparseprior.models.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, whole_patches
@@ -224,7 +224,7 @@ class SparsePriorIformerAttention(SparsePriorAttention):
             q.unsqueeze(1),
             k.unsqueeze(1),
             v.unsqueeze(1),
-            self.plan(grid),
+            self.plan(grid, draw=self.draw_of(options)),
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
             need_weights=options.output_attentions,
@@ -382,6 +382,7 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         super().__init__(config)
         self.embeddings = SparsePriorIformerEmbeddings(config)
         self.stages = nn.ModuleList(SparsePriorIformerStage(config, stage) for stage in range(len(config.hidden_sizes)))
+        self.draws = DrawCount.of(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -410,7 +411,7 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         """
         maps: list[Tensor] = []
         attentions: list[Tensor] = []
-        options = call_options(self.config, output_attentions)
+        options = call_options(self.config, self.draws, output_attentions)
         for stage in (None, *self.stages):
             if stage is None:
                 last = self.embeddings(pixel_values)

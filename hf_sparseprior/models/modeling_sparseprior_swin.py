@@ -31,7 +31,7 @@ from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import NEXT_WIDTH, WIDTH, UnitAxes
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
-from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
 from hf_sparseprior.models.blocks import MLP, DropPath
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone
@@ -123,7 +123,7 @@ class SparsePriorSwinAttention(SparsePriorAttention):
             (B, H, W, C), and the weights (B * n, G, N, N) or None.
         """
         height, width = hidden_states.shape[1:3]
-        plan = self.plan(self.window, layout=self.layout)
+        plan = self.plan(self.window, layout=self.layout, draw=self.draw_of(options))
         request = AttentionRequest(
             *self._project(hidden_states, plan, shift),
             plan,
@@ -335,6 +335,7 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         self.embeddings = SparsePriorSwinEmbeddings(config)
         self.stages = nn.ModuleList(SparsePriorSwinStage(config, stage) for stage in range(len(config.depths)))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.draws = DrawCount.of(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -369,7 +370,7 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         hidden_states = self.embeddings(pixel_values)
         before, after = [hidden_states], [hidden_states]
         attentions: list[Tensor] = []
-        options = call_options(self.config, output_attentions)
+        options = call_options(self.config, self.draws, output_attentions)
         for stage in (None, *self.stages):
             if stage is not None:
                 last, hidden_states, weights = stage(hidden_states, always_shift, options)

@@ -33,7 +33,7 @@ from hf_sparseprior.base.extras import make_extras
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import WIDTH, UnitAxes
 from hf_sparseprior.models.base_config import BaseConfig
-from hf_sparseprior.models.base_model import BasePreTrainedModel, call_options, output_options
+from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
 from hf_sparseprior.models.blocks import MLP, ConvolutionStem, DropPath, LayerScale, patch_grid, resized_positions
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
@@ -307,6 +307,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         self.rotary_positions: RotaryPositions | None = None
         if config.position_embedding == "rotary":
             self.rotary_positions = RotaryPositions.of(config)
+        self.draws = DrawCount.of(config)
         self.token_pruning = make_extras(config.prior["extras"], "model", config.num_hidden_layers, config.hidden_size)
         self.post_init()
 
@@ -340,7 +341,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         moves = self.moves(hidden_states, grid)
         if moves is not None:
             hidden_states = moves.patches(hidden_states)
-        options = call_options(self.config, output_attentions, layout)
+        options = call_options(self.config, self.draws, output_attentions, layout)
         if self.rotary_positions is not None:
             options = options._replace(rotations=self.rotations(hidden_states, grid, moves))
         for index, layer in enumerate(self.layers):

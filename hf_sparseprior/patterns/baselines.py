@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, check_not_both
+from hf_sparseprior.base.resolved import Settings
 from hf_sparseprior.patterns.masks import count_nonzeros, pruning_ratio, unpruned_pairs
 from hf_sparseprior.patterns.pattern import Pattern, register_support
 
@@ -114,10 +115,11 @@ def strided(
 
     It has two parts: a window of the nearest `local` tokens on either side, and every stride-th token of the whole
     sequence. They are merged in each head, or with `separate_heads` the heads have window and stride in turn. The 588
-    of 196^2 pairs of Fibottention's Table 2 (98.47 %) are a window of 1 and stride 195 merged, which is little more
-    than the window; or in separate heads a window of 1 and stride 65.
+    of 196^2 pairs of Fibottention's Table 2 (98.47 %) are a window of 1 and stride 195 merged, which is Longformer's
+    window and one pair more in each direction; or in separate heads a window of 1 and stride 65. Merged, stride 98 is
+    the largest at which every patch sees another by its stride (97.96 %).
 
-    With the default `local=0` it is the stride alone, and stride 65 keeps 590 pairs, 98.46 %.
+    With the default `local=0` it is the stride alone, and stride 65 keeps 592 pairs, 98.46 %.
     """
     local = check_integer("local", local, 0)
     if check_boolean("separate_heads", separate_heads):
@@ -162,22 +164,46 @@ def separate_window_and_stride(
     return [kinds[head % 2] for head in range(num_heads)]
 
 
-@register_support("random", ordered=False)
+def _without_redraw(settings: Settings) -> Settings:
+    """`redraw` is left out where it is off, so that configs stay what they were before there was a choice."""
+    others = {key: value for key, value in settings.items() if key != "redraw"}
+    return {**others, "redraw": True} if check_boolean("redraw", settings["redraw"]) else others
+
+
+@register_support("random", ordered=False, check=_without_redraw)
 def random_support(
-    num_heads: int, num_tokens: int, *, pruning_ratio: float = 98.52, seed: int = 0, per_head: bool = False
+    num_heads: int,
+    num_tokens: int,
+    *,
+    pruning_ratio: float = 98.52,
+    seed: int = 0,
+    per_head: bool = False,
+    redraw: bool = False,
 ) -> Pattern:
     """Pairs drawn uniformly at random: the same for every image, and different in each layer.
 
     A head has round((1 - pruning_ratio / 100) N^2) pairs (Fibottention Tables 2 and 10). `per_head` draws them for
     every head anew. They are not stored as diagonals.
+
+    `redraw` draws them anew in each training pass of a model. The number of the draw is how many such passes the model
+    has made. It is a buffer that is saved with the weights (`models.base_model.DrawCount`), so an interrupted run goes
+    on with the draws that it would have had. In evaluation they are those of `redraw: false`.
     """
+    count = unpruned_pairs(pruning_ratio, num_tokens)
+    return _with_drawn_pairs([[] for _ in range(num_heads)], num_tokens, count, seed, per_head, redraw)
+
+
+def _with_drawn_pairs(
+    offsets: list[list[int]], num_tokens: int, count: int, seed: int, per_head: bool, redraw: bool
+) -> Pattern:
+    """The same offsets in all heads, and `count` random pairs in each."""
     check_integer("seed", seed, 0)
     check_boolean("per_head", per_head)
-    count = unpruned_pairs(pruning_ratio, num_tokens)
-    return Pattern(
-        offsets=[[] for _ in range(num_heads)],
-        pairs=lambda layer: draw_pairs(num_heads, num_tokens, layer, count, [], seed, per_head),
-    )
+
+    def drawn(layer: int, draw: int = 0) -> list[np.ndarray]:
+        return draw_pairs(len(offsets), num_tokens, (layer, draw), count, offsets[0], seed, per_head)
+
+    return Pattern(offsets, pairs=drawn, redrawn=drawn if redraw else None)
 
 
 def _bigbird_notes(support: Mapping[str, Any], pattern: Pattern, grid: Sequence[int]) -> list[str]:
@@ -190,7 +216,7 @@ def _bigbird_notes(support: Mapping[str, Any], pattern: Pattern, grid: Sequence[
     ]
 
 
-@register_support("bigbird", notes=_bigbird_notes)
+@register_support("bigbird", check=_without_redraw, notes=_bigbird_notes)
 def bigbird(
     num_heads: int,
     num_tokens: int,
@@ -200,21 +226,17 @@ def bigbird(
     seed: int = 0,
     per_head: bool = False,
     pruning_ratio: float | None = None,
+    redraw: bool = False,
 ) -> Pattern:
     """A sliding window as in `longformer`, global prefix tokens, and random pairs, which differ between layers.
 
     From Zaheer et al. 2020. A query has `random_keys` random pairs on average, r = random_keys N in all (Fibottention
     Table 11; 1 in its Table 2: 97.96 % at N = 196). A pruning ratio decides `random_keys` and leaves the window as it
-    is.
+    is. `per_head` and `redraw` are those of `random`.
     """
-    check_integer("seed", seed, 0)
-    check_boolean("per_head", per_head)
     offsets = sliding_window(num_heads, num_tokens, w, None)
     count = bigbird_count(num_tokens, offsets[0], random_keys, pruning_ratio)
-    return Pattern(
-        offsets=offsets,
-        pairs=lambda layer: draw_pairs(num_heads, num_tokens, layer, count, offsets[0], seed, per_head),
-    )
+    return _with_drawn_pairs(offsets, num_tokens, count, seed, per_head, redraw)
 
 
 def bigbird_count(
@@ -232,14 +254,24 @@ def bigbird_count(
 
 
 def draw_pairs(
-    num_heads: int, num_tokens: int, layer: int, count: int, offsets: Sequence[int], seed: int, per_head: bool
+    num_heads: int,
+    num_tokens: int,
+    place: tuple[int, int],
+    count: int,
+    offsets: Sequence[int],
+    seed: int,
+    per_head: bool,
 ) -> list[np.ndarray]:
-    """For each head (count, 2) pairs of patches, drawn uniformly and without repetition from those on no offset."""
+    """For each head (count, 2) pairs of patches, drawn uniformly and without repetition from those on no offset.
+
+    `place`: the number of the layer, and that of the draw; draw 0 has the seed that there was before there were others.
+    """
+    layer, draw = place
     drawn = []
     for head in range(num_heads if per_head else 1):
         # Independent of everything else that is random. Numpy promises that these bits are the same on every platform
         # and in every version. It does not promise that for what it computes from them.
-        drawn.append(_draw(np.random.PCG64([seed, layer, head]), num_tokens, count, offsets))
+        drawn.append(_draw(np.random.PCG64([seed, layer, head, *([draw] if draw else [])]), num_tokens, count, offsets))
     return drawn if per_head else drawn * num_heads
 
 

@@ -32,7 +32,8 @@ class LayerKey(NamedTuple):
 
     num_heads: for how many heads the support is made. grid: (height, width) of the patches, or (frames, height, width)
     of those of a clip, which come frame after frame. layer: its number, from 0. time: how support and decay see the
-    frames of a clip, as in `AttentionPlan`. heads: numbers of the heads that the layer has, from 0; None: all.
+    frames of a clip, as in `AttentionPlan`. heads: numbers of the heads that the layer has, from 0; None: all. draw:
+    which draw of a support that draws its pairs anew, from 1; 0: that of evaluation.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class LayerKey(NamedTuple):
     layer: int = 0
     time: Time = "frame"
     heads: tuple[int, ...] | None = None
+    draw: int = 0
 
     @property
     def frames(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,18 @@ class Pattern:
     pairs: function of the layer number that gives the further pairs of each head: (query, key) of patches, int64 (n,
         2), in order, each once, and none on one of the head's offsets. Shuffling does not move them. None: there are
         none.
+    redrawn: function of the layer number and the number of a draw, from 1, that gives other such pairs, drawn for one
+        pass of training. None: pairs are the same in every pass.
     """
 
     offsets: list[list[int]]
     pairs: Callable[[int], list[np.ndarray]] | None = None
+    redrawn: Callable[[int, int], list[np.ndarray]] | None = None
 
-    def layer_pairs(self, layer: int) -> Pairs:
-        """The further pairs of a layer."""
+    def layer_pairs(self, layer: int, draw: int = 0) -> Pairs:
+        """The further pairs of a layer; of `redrawn` for a draw from 1 on."""
+        if draw and self.redrawn is not None:
+            return self.redrawn(layer, draw)
         return None if self.pairs is None else self.pairs(layer)
 
 
@@ -65,7 +70,7 @@ class Support:
         made = self.function(num_heads, size, **settings)
         pattern = made if isinstance(made, Pattern) else Pattern(made)
         # An offset of N or more connects no two tokens. It is dropped here, so counts and kernels need not handle it.
-        return Pattern([[o for o in offsets if o < num_tokens] for offsets in pattern.offsets], pattern.pairs)
+        return replace(pattern, offsets=[[o for o in offsets if o < num_tokens] for offsets in pattern.offsets])
 
     def _grid(self, num_tokens: int, grid: Sequence[int] | None) -> tuple[int, ...]:
         if self.sees_time and grid is None:

@@ -79,6 +79,7 @@ __all__ = [
     "needs_grid",
     "own_grid",
     "pruning_ratio",
+    "redraws",
     "register_support",
     "resolve_support",
     "self_rows",
@@ -204,7 +205,7 @@ def layer_pattern(support: ResolvedSupport, key: LayerKey) -> LayerPattern:
     whole = shared_pattern(support, key.num_heads, pattern_grid)
     order = layer_order(key.num_heads, key.layer, support["shuffle_seed"])
     numbers = [order[head] for head in key.head_numbers]
-    pairs = whole.layer_pairs(key.layer)
+    pairs = whole.layer_pairs(key.layer, key.draw)
     pattern = LayerPattern(
         support=support["name"],
         key=key,
@@ -239,6 +240,11 @@ def has_pairs(name: str) -> bool:
     """Whether a support has pairs off its diagonals, which not every backend can take."""
     grid = (1, 2, 2) if SUPPORTS[name].sees_time else (2, 2)
     return support_pattern(name, num_heads=1, num_tokens=4, grid=grid).pairs is not None
+
+
+def redraws(support: ResolvedSupport) -> bool:
+    """Whether a support draws its pairs anew in each pass of training."""
+    return bool(support.get("redraw", False))
 
 
 def needs_grid(support: SupportSpec | None) -> bool:

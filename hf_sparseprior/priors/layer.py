@@ -21,7 +21,7 @@ from hf_sparseprior.base.extras import make_extras, make_module
 from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
 from hf_sparseprior.base.resolved import ResolvedPrior, Time
 from hf_sparseprior.patterns.decay import Decay, make_decay
-from hf_sparseprior.patterns.supports import DENSE, LayerKey, support_notes
+from hf_sparseprior.patterns.supports import DENSE, LayerKey, redraws, support_notes
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.low_rank import MIXERS, Mixer
 from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
@@ -89,7 +89,7 @@ class PriorAttention(nn.Module):
         self.support_key = json.dumps(
             [self.num_supports, prior["support"], layer_idx, self.heads, self.time], sort_keys=True
         )
-        self._plans: dict[tuple[str, tuple[int, ...], int, bool, str, Time], AttentionPlan] = {}
+        self._plans: dict[tuple[str, tuple[int, ...], int, bool, str, Time, int], AttentionPlan] = {}
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""
@@ -106,24 +106,48 @@ class PriorAttention(nn.Module):
         num_prefix_tokens: int = 0,
         dense: bool = False,
         layout: str = RASTER,
+        draw: int = 0,
     ) -> AttentionPlan:
         """The layer's plan for a grid and the active decay, made at first use; a constant in compiled graphs.
 
         Args:
             grid, num_prefix_tokens, layout: as in `AttentionPlan`.
             dense: without the support, for a caller that leaves its pairs out by a bias.
+            draw: as of `draw_of`. The plan of a draw is kept until there is one of another.
         """
-        return self._plan(self.active_decay(), grid, num_prefix_tokens, dense, layout)
+        return self._plan(self.active_decay(), grid, num_prefix_tokens, dense, layout, draw)
+
+    def draw_of(self, options: CallOptions) -> int:
+        """Number of the draw of the support in this forward; 0 for that of evaluation, or if it has only one.
+
+        Raises:
+            ValueError: for a support that draws its pairs anew in a training pass that nobody counts.
+        """
+        if not (self.training and redraws(self.prior["support"])):
+            return 0
+        if options.draw is None:
+            raise ValueError(
+                f"support {self.prior['support']['name']!r} with redraw=True in training: CallOptions.draw=None must "
+                "be the number of the pass, from 1, which the models of this package count"
+            )
+        return options.draw
 
     def _plan(
-        self, decay: Decay | None, grid: tuple[int, ...], num_prefix_tokens: int, dense: bool, layout: str
+        self,
+        decay: Decay | None,
+        grid: tuple[int, ...],
+        num_prefix_tokens: int,
+        dense: bool,
+        layout: str,
+        draw: int = 0,
     ) -> AttentionPlan:
         """`plan` for a decay."""
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
         sides = tuple(map(operator.index, grid))
         prefix = operator.index(num_prefix_tokens)
-        return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout, self.active_time())
+        time = self.active_time()
+        return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout, time, draw)
 
     # Offsets come from Python integers and a private random generator, which a compiler does not trace.
     # dynamo guards on `support_key`: layers share this code, and nothing else tells their compiled graphs apart.
@@ -137,14 +161,17 @@ class PriorAttention(nn.Module):
         dense: bool,
         layout: str,
         time: Time,
+        draw: int,
     ) -> AttentionPlan:
-        key = (decay_key, grid, num_prefix_tokens, dense, layout, time)
+        key = (decay_key, grid, num_prefix_tokens, dense, layout, time, draw)
         if key not in self._plans:
+            if draw:  # those of other draws are not seen again
+                self._plans = {kept: plan for kept, plan in self._plans.items() if kept[-1] in (0, draw)}
             while len(self._plans) >= self.MAX_PLANS and self._plans_are_many():
                 self._plans.pop(next(iter(self._plans)))
-            layer_key = LayerKey(self.num_supports, grid, self.layer_idx, time, self.heads)
+            layer_key = LayerKey(self.num_supports, grid, self.layer_idx, time, self.heads, draw)
             support = DENSE if dense else self.prior["support"]
-            if self.layer_idx == 0:
+            if self.layer_idx == 0 and draw < 2:
                 for note in support_notes(support, layer_key, num_prefix_tokens):
                     logger.info(note)
             self._plans[key] = AttentionPlan(layer_key, num_prefix_tokens, support, json.loads(decay_key), layout)
@@ -321,7 +348,7 @@ class SparsePriorAttention(PriorAttention):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            self._plan(decay, grid, num_prefix_tokens, False, options.layout),
+            self._plan(decay, grid, num_prefix_tokens, False, options.layout, self.draw_of(options)),
             None if decay is None else decay(),  # not by `attend`, which copies: Python takes half of small calls
             scale=self.logit_scale,
             dropout_p=self.attention_dropout if training else 0.0,

@@ -39,8 +39,10 @@ from hf_sparseprior.priors.sparsifiner import Sparsifiner  # noqa: F401  registe
 from hf_sparseprior.priors.sparsifiner_published import PublishedSparsifiner  # noqa: F401  registers itself
 from hf_sparseprior.priors.token_pruning import TokenPruning
 
-# Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer and extras.
-PRIOR_MODULES = frozenset({"decay_bias", "predictor", "mixer", "relative_position", "locality", "token_pruning"})
+# Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer, extras, count of draws.
+PRIOR_MODULES = frozenset(
+    {"decay_bias", "predictor", "mixer", "relative_position", "locality", "token_pruning", "draws"}
+)
 SLOTS = ("support", "decay", "predictor", "mixer", "extras")
 TIME = "time"
 

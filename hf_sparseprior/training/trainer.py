@@ -24,6 +24,7 @@ from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import sync
 from hf_sparseprior.base.loading import check_whole
+from hf_sparseprior.models.base_model import DrawCount
 from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors, trained_up_weights
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
@@ -391,7 +392,12 @@ class SparsePriorTrainer(Trainer):
         if self.args.should_save:
             losses = {name: torch.stack(each).tolist() for name, each in self._losses.items()}
             content = {"logged_step": self._globalstep_last_logged, "loss": loss.item(), "losses": losses}
+            content["draws"] = [int(draws.count) for draws in self._draw_counts()]
             (Path(folder) / RUNNING_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+    def _draw_counts(self) -> list[DrawCount]:
+        """The counts of training passes, of supports that draw their pairs anew in each."""
+        return [module for module in self.model.modules() if isinstance(module, DrawCount)]
 
     def _resume_running(self) -> None:
         if self._resumed is not None:
@@ -399,6 +405,9 @@ class SparsePriorTrainer(Trainer):
             self._tr_loss += self._resumed["loss"]
             losses = self._resumed["losses"].items()
             self._losses = {name: list(torch.tensor(each, device=self.args.device)) for name, each in losses}
+            # The weights have the counts, too, except where adapters alone are saved.
+            for draws, count in zip(self._draw_counts(), self._resumed.get("draws", ()), strict=False):
+                draws.count.fill_(count)
         self._resumed = None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -12,6 +12,7 @@ from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
 from hf_sparseprior.models.configuration_sparseprior_swin import SUPPORT_STAGES, SparsePriorSwinConfig
+from hf_sparseprior.patterns.sequences import wythoff_start
 from hf_sparseprior.patterns.supports import LayerKey, head_offsets
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
@@ -281,6 +282,36 @@ def unexplained_numbers() -> list[PaperNumber]:
     ]
 
 
+def published_pruning(stages: Sequence[tuple[int, int, int]], modified: bool, prefix: int = 0) -> float:
+    """Percentage of the pairs that the masks of Fibottention's published code leave out, with windows of 5..N // 3.
+
+    The code keeps the first term of a head even above its window, and its modified form has the diagonal. For one head
+    it divides by 0; here the window is N // 3 then.
+
+    Args:
+        stages: how many masks there are, their heads, and N, of each stage.
+        prefix: class tokens, which see everything, are seen by everything, and are counted.
+    """
+    kept = total = 0
+    for count, heads, tokens in stages:
+        for row in range(1, heads + 1):
+            window = 5 + (tokens // 3 - 5) * (row - 1) // (heads - 1) if heads > 1 else tokens // 3
+            terms = list(wythoff_start(row, modified))
+            while terms[-1] <= window:
+                terms.append(terms[-2] + terms[-1])
+            offsets = {offset for offset in terms[:-1] if offset < tokens}
+            kept += count * sum((tokens - offset) * (2 if offset else 1) for offset in offsets)
+            kept += count * prefix * (2 * tokens + prefix)
+        total += count * heads * (tokens + prefix) ** 2
+    return 100.0 * (1 - kept / total)
+
+
+def _as_published(stages: Sequence[tuple[int, int, int]], prefix: int = 0) -> str:
+    """What the published code's masks give, in both forms."""
+    default, modified = (published_pruning(stages, form, prefix) for form in (False, True))
+    return f"{default:.2f} and modified {modified:.2f}"
+
+
 def swin_pruning(w_max: int, window: int = 7, each_layer: bool = False, w_min: int = 5) -> float:
     """Percentage of the pairs of Swin-B's first two stages that Fibottention leaves out (its appendix C.1).
 
@@ -312,7 +343,8 @@ def _swin_number() -> PaperNumber:
         f"w 5..16, where 16 is N // 3; {swin_pruning(16, each_layer=True):.2f} if each layer counts as much. At the "
         f"paper's 5..65, of which a window holds 5..49, {swin_pruning(49):.2f}, and only then does every head of both "
         "stages have a pair. Of all four stages these two have 38.7 % of the pairs, so the last two are NOT included. "
-        f"5..7, where 7 is the window's side, gives {swin_pruning(7):.2f}, but then most heads have no pair at all",
+        f"5..7, where 7 is the window's side, gives {swin_pruning(7):.2f}, but then most heads have no pair at all. "
+        f"The published code has no Swin; its masks give {_as_published([(128, 4, 49), (32, 8, 49)])}",
     )
 
 
@@ -348,7 +380,9 @@ def _convit_number() -> PaperNumber:
         f"{patch_pruning(heads, 1, modified=True):.2f} with the class token. The default form leaves out "
         f"{patch_pruning(heads):.2f}, {patch_pruning(heads, 1):.2f} with the class token. The modified form at 5..64 "
         f"leaves out {patch_pruning(heads, 0, 64, True):.2f}, but the paper has no 64. Of all layers the plain ones "
-        f"have {100 * pairs[-1] / sum(pairs):.1f} % of the pairs, so the gated ones are NOT included",
+        f"have {100 * pairs[-1] / sum(pairs):.1f} % of the pairs, so the gated ones are NOT included. The published "
+        f"code has no ConViT; its masks give {_as_published([(1, heads, 196)])}, with the class token "
+        f"{_as_published([(1, heads, 196)], 1)}, which is what is printed for Swin-B",
     )
 
 
@@ -379,7 +413,8 @@ def _iformer_number() -> PaperNumber:
         f"windows of N // 3, 65 and 16; {iformer_pruning('iformer_medium', None):.2f} for iFormer-M. At the paper's "
         f"65, of which 49 places hold 49, {iformer_pruning('iformer_small', 65):.2f}. Only windows of 8 to 12, that is "
         f"offsets 1, 2, 3, 5 and 8, give what is printed, {iformer_pruning('iformer_small', 8):.2f}, with iFormer-S "
-        "and -T alone. The paper names neither size nor window",
+        "and -T alone. The paper names neither size nor window. The published code has no iFormer; its masks give "
+        f"{_as_published([(3, 1, 196), (2, 1, 49)])}",
     )
 
 

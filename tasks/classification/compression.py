@@ -19,7 +19,7 @@ from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.base.checks import check_finite, check_integer
 from hf_sparseprior.base.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, WIDTH
 from hf_sparseprior.compression import MaskSearch, SearchCallback, compressed_config, compressed_model
-from hf_sparseprior.compression.search import PUBLISHED, check_search
+from hf_sparseprior.compression.search import PUBLISHED, check_choice, check_search
 from tasks.classification.distillation import DistillationConfig
 from tasks.common.config import Config
 from tasks.common.plots import draw_kept
@@ -39,6 +39,8 @@ class CompressionConfig:
 
     method: "upop" (Shi et al. 2023); null: the model stays as large as it is.
     ratio: share of the parameters that go, met to 1 %.
+    ratio_of: of which parameters, those of the "model", or those of attention and MLP ("layers", as in UPop's code).
+    choice: "fill" the share with what still fits, or cut at a "threshold" of the scores, as UPop's code does.
     structures: what may go, some of heads, head_width, mlp and width (of the tokens); UPop's own are head_width and
         mlp.
     search_epochs: epochs of the search; trainer.num_train_epochs are those of the retraining.
@@ -53,6 +55,8 @@ class CompressionConfig:
     search_epochs: float | None = None
     search_learning_rate: float | None = None
     interval: int = 100
+    ratio_of: str = "model"
+    choice: str = "fill"
     phase: str = "both"
 
     def __post_init__(self) -> None:
@@ -62,6 +66,7 @@ class CompressionConfig:
         if self.phase not in PHASES:
             raise ValueError(f"compression.phase={self.phase!r} must be one of {', '.join(PHASES)}")
         check_search(self.ratio, self.structures, "compression.")
+        check_choice(self.ratio_of, self.choice, self.structures, "compression.")
         check_integer("compression.interval", self.interval, 1)
         for name in ("search_epochs", "search_learning_rate"):
             value = getattr(self, name)
@@ -153,7 +158,7 @@ def start_search(model: Any, config: Config) -> MaskSearch | None:
     if settings.method is None or settings.phase != "search":
         return None
     try:
-        return MaskSearch(model, settings.ratio, settings.structures)
+        return MaskSearch(model, settings.ratio, settings.structures, settings.ratio_of, settings.choice)
     except ValueError as error:
         raise ValueError(f"compression: {error}") from None
 
@@ -180,7 +185,7 @@ def about_compression(config: Config, model: Any, search: MaskSearch | None) -> 
             "compression": {**first["compression"], "search_test_accuracy": accuracy, "search_steps": first["steps"]}
         }
     smaller = compressed_config(model.config, search.kept())
-    counts = [search.total, round((1 - search.achieved()) * search.total)]
+    counts = [search.parameters, search.parameters - round(search.achieved() * search.total)]
     flops = [_total_flops(each) for each in (model.config, smaller)]
     about = {
         "method": settings.method,

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -6,11 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.patterns.sequences import wythoff_start
 from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
 from tasks.analysis.paper_numbers import (
     FIGURE_3,
     patch_pruning,
     preset_flops,
+    published_pruning,
     saving,
     unexplained_numbers,
 )
@@ -141,3 +145,44 @@ def test_fibottentions_pruning_of_convit_b_is_among_what_was_not_explained():
     (number,) = (number for number in unexplained_numbers() if "ConViT-B" in number.source)
     assert (number.printed, round(number.count, 2)) == (96.6, 96.4)
     assert all(text in number.includes for text in ("95.43 with", "98.21, 97.21", "96.59", "16.8 % of the pairs"))
+    assert "give 98.21 and modified 96.37, with the class token 97.21 and modified 95.40, which" in number.includes
+
+
+def masks_by_hand(heads, tokens, modified):
+    """The published code's masks, (heads, N, N), with phi as a float as there."""
+    masks, phi = np.zeros((heads, tokens, tokens), dtype=bool), (1 + math.sqrt(5)) / 2
+    for i in range(1, heads + 1):
+        a, b = math.floor(math.floor(i * phi) * phi), math.floor(math.floor(i * phi) * phi**2)
+        if modified:
+            a, b = 2 * a - b, b - a
+        window = tokens // 3 if heads == 1 else 5 + int((tokens // 3 - 5) / (heads - 1) * (i - 1))
+        row = [a, b]
+        while row[-1] <= window:
+            row.append(row[-1] + row[-2])
+        apart = np.abs(np.arange(tokens)[:, None] - np.arange(tokens))
+        masks[i - 1] = np.isin(apart, row[:-1])
+    return masks
+
+
+@pytest.mark.parametrize("modified", [False, True])
+def test_masks_of_the_published_code_counted_pair_by_pair(modified):
+    for stages in ([(128, 4, 49), (32, 8, 49)], [(3, 1, 196), (2, 1, 49)], [(1, 16, 196)]):
+        masks = [(count, masks_by_hand(heads, tokens, modified)) for count, heads, tokens in stages]
+        left = sum(count * mask.sum() for count, mask in masks) / sum(count * mask.size for count, mask in masks)
+        assert published_pruning(stages, modified) == pytest.approx(100 * (1 - left))
+    with_token = np.ones((16, 197, 197), dtype=bool)
+    with_token[:, 1:, 1:] = masks_by_hand(16, 196, modified)
+    assert published_pruning([(1, 16, 196)], modified, 1) == pytest.approx(100 * (1 - with_token.mean()))
+
+
+def test_algorithm_1_with_the_diagonal_and_the_class_token_gives_what_is_printed_for_convit_b():
+    """A coincidence as far as the paper says: first two terms whatever the window is, and two things it leaves out."""
+    apart = np.abs(np.arange(196)[:, None] - np.arange(196))
+    masks = np.ones((16, 197, 197), dtype=bool)
+    for head in range(16):
+        a, b = wythoff_start(head + 1)
+        row = [0, a, b]
+        while row[-2] + row[-1] <= 5 + 60 * head // 15:
+            row.append(row[-2] + row[-1])
+        masks[head, 1:, 1:] = np.isin(apart, row)
+    assert f"{100 * (1 - masks.mean()):.2f}" == "96.62"

@@ -382,6 +382,88 @@ def test_scores_are_standardised_within_each_kind_and_ranked_together():
     assert search.achieved() == pytest.approx(0.3, abs=0.005)
 
 
+def published_choice(search, costs, share):
+    """The published rule in plain Python: bool lists by group. `costs`: parameters of a unit of each kind."""
+    sums = {group: mask.grad.double().tolist() for group, mask in search.masks.items()}
+    scores = {}
+    for kind in PUBLISHED:
+        every = [value for group, values in sums.items() if group.kind == kind for value in values]
+        mean = sum(every) / len(every)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in every) / (len(every) - 1))
+        scores |= {g: [(v - mean) / deviation for v in values] for g, values in sums.items() if g.kind == kind}
+    ranked = sorted(((score, costs[g.kind]) for g, values in scores.items() for score in values), reverse=True)
+    wanted = share * sum(cost for _, cost in ranked)
+    gone = list(itertools.accumulate(cost for _, cost in ranked))
+    threshold = ranked[min(range(len(ranked)), key=lambda place: abs(gone[place] - wanted))][0]
+    return {g: [value <= threshold or value == min(values) for value in values] for g, values in scores.items()}
+
+
+def test_a_threshold_keeps_what_the_published_code_does():
+    model = make("sparseprior_vit", num_hidden_layers=3)
+    search = MaskSearch(model, 0.4, PUBLISHED, "layers", "threshold")
+    generator = torch.Generator().manual_seed(1)
+    for group, mask in search.masks.items():
+        mask.grad = torch.randn(mask.shape, generator=generator) - 9 * (group == Group("mlp", 1))
+        mask.grad[:] += 9 * (group == Group("head_width", 2))  # all of a layer is above the threshold but one
+    # q, k, v of 4 heads with 24 inputs and a bias, and what reads their output; two matrices and a bias.
+    costs = {"head_width": 3 * 4 * 25 + 4 * 24, "mlp": 25 + 24}
+    for step in (1, 2, 3):
+        kept = search.update(step, 3)
+        expected = published_choice(search, costs, pruned_share(0.4, step, 3))
+        assert {group: mask.tolist() for group, mask in kept.items()} == expected
+    assert int(kept[Group("head_width", 2)].sum()) == 1
+    whole = 3 * (6 * costs["head_width"] + 40 * costs["mlp"])
+    gone = sum(int((~mask).sum()) * costs[group.kind] for group, mask in kept.items())
+    assert search.achieved() == pytest.approx(gone / whole) and search.total == whole
+    smaller = compressed_model(model, search.kept(), search.units)
+    assert search.parameters - sum(parameter.numel() for parameter in smaller.parameters()) == gone
+
+
+@pytest.mark.parametrize("choice", ["fill", "threshold"])
+def test_a_ratio_of_the_layers_is_of_what_attention_and_mlp_have(choice):
+    """DeiT-S: 9234 parameters of a head's width and 769 of the MLP's are the published code's numbers."""
+    with torch.device("meta"):
+        model = sp.SparsePriorViTForImageClassification(
+            sp.SparsePriorViTConfig.from_preset("deit_small", num_labels=1000)
+        )
+    units = Units(model)
+    costs = {group.kind: units.cost(group, units.sizes) for group in units.sizes}
+    assert (costs["head_width"], costs["mlp"]) == (9234, 769)
+    whole = 12 * (64 * 9234 + 1536 * 769)
+    left = {}
+    for ratio_of in ("model", "layers"):
+        small = make("sparseprior_vit", num_hidden_layers=4)
+        search = MaskSearch(small, 0.5, PUBLISHED, ratio_of, choice)
+        generator = torch.Generator().manual_seed(2)
+        for mask in search.masks.values():
+            mask.grad = torch.randn(mask.shape, generator=generator)
+        search.update(1, 1)
+        smaller = compressed_model(small, search.kept(), search.units)
+        counts = [sum(parameter.numel() for parameter in each.parameters()) for each in (small, smaller)]
+        total = counts[0] if ratio_of == "model" else 4 * (6 * 396 + 40 * 49)
+        left[ratio_of] = counts[1]
+        assert (counts[0] - counts[1]) / total == pytest.approx(0.5, abs=0.025) == search.achieved()
+    assert left["model"] < left["layers"]
+    all_parameters = sum(parameter.numel() for parameter in model.parameters())
+    shown = [f"{(all_parameters - share * base) / 1e6:.2f}" for base in (whole, all_parameters) for share in (0.5, 0.3)]
+    assert (f"{whole / 1e6:.2f}", f"{all_parameters / 1e6:.2f}") == ("21.27", "22.05")
+    assert shown == ["11.42", "15.67", "11.03", "15.44"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio_of": "all"}, "ratio_of='all' must be one of model, layers"),
+        ({"choice": "greedy"}, "choice='greedy' must be one of fill, threshold"),
+        ({"ratio_of": "layers"}, r"structures=\('heads', .*\) with ratio_of='layers' must be some of head_width, mlp"),
+        ({"choice": "threshold"}, r"with choice='threshold' must be some of head_width, mlp"),
+    ],
+)
+def test_bad_readings_of_a_search(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MaskSearch(make("sparseprior_vit"), 0.3, STRUCTURES, **settings)
+
+
 def test_masks_fade_as_the_share_grows_and_every_group_keeps_a_unit():
     model = make("sparseprior_vit")
     search = MaskSearch(model, 0.6, ("heads", "mlp"))

@@ -29,6 +29,8 @@ from hf_sparseprior.patterns.supports import (
     support_notes,
     support_settings,
 )
+from tasks.common.config import read_cell
+from tests.configs import shipped
 
 PHI = (1 + math.sqrt(5)) / 2
 PSI = (1 - math.sqrt(5)) / 2
@@ -53,8 +55,17 @@ MORE = {
     ],
     "longformer": [{"w": 0}, {"w": 4}, {"pruning_ratio": 80}],
     "strided": [{"stride": 1}, {"stride": 3, "local": 2}, {"pruning_ratio": 80}],
-    "random": [{"pruning_ratio": 0}, {"pruning_ratio": 60.0, "per_head": True}, {"pruning_ratio": 100}],
-    "bigbird": [{"w": 4, "random_keys": 0.5}, {"random_keys": 10**6}, {"pruning_ratio": 70, "per_head": True}],
+    "random": [
+        {"pruning_ratio": 0},
+        {"pruning_ratio": 60.0, "per_head": True},
+        {"pruning_ratio": 100},
+        {"redraw": True},
+    ],
+    "bigbird": [
+        {"w": 4, "random_keys": 0.5},
+        {"random_keys": 10**6},
+        {"pruning_ratio": 70, "per_head": True, "redraw": True},
+    ],
     "neighborhood": [{"window": [3, 1], "dilation": [2, 1], "edges": "cut"}],
 }
 CASES = [
@@ -410,6 +421,47 @@ def test_no_smaller_stride_merged_with_a_window_meets_the_ratio_of_table_2():
 
 
 @pytest.mark.parametrize(
+    ("name", "slot", "num_tokens", "printed"),
+    [
+        ("fib_table6.yaml#lift-bigbird", "encoder", 81, "11.9"),
+        ("fib_table6.yaml#can-bigbird", "encoder", 81, "11.9"),
+        ("fib_table6.yaml#pusht-bigbird", "encoder", 100, "9.7"),
+        ("fib_table5.yaml#nucla_cs-bigbird", "model", 196, "5.0"),
+        ("fib_arxiv_table5.yaml#bigbird", "model", 196, "5.0"),
+    ],
+)
+def test_bigbird_of_videos_and_robots_has_the_share_of_the_authors_code(name, slot, num_tokens, printed):
+    """A band of |j - k| <= 4 and N of all N^2 pairs, some of them in the band, for each head and pass."""
+    support = read_cell(shipped.path(f"experiments/{name}"))[slot]["prior"]["support"]
+    generator, shares = np.random.default_rng(0), []
+    band = np.abs(np.arange(num_tokens)[:, None] - np.arange(num_tokens)) <= 4
+    for _ in range(200):
+        mask = band.copy()
+        mask.flat[generator.permutation(num_tokens**2)[:num_tokens]] = True
+        shares.append(100 * mask.mean())
+    heads = build_mask(support, num_heads=12, num_tokens=num_tokens)
+    assert f"{np.mean(shares):.1f}" == f"{100 * heads.mean():.1f}" == printed
+    assert abs(100 * heads.mean() - np.mean(shares)) < 0.03
+    assert all((head & band == band).all() for head in heads)
+    assert not (heads[0] == heads[1]).all() and support["redraw"] is True
+
+
+def test_merged_with_a_window_stride_98_is_the_sparsest_in_which_every_patch_sees_another_by_its_stride():
+    apart = np.abs(np.arange(196)[:, None] - np.arange(196))
+    by_stride = {stride: (apart > 0) & (apart % stride == 0) for stride in range(2, 196)}
+    kept = {stride: int(((apart <= 1) | seen).sum()) for stride, seen in by_stride.items() if seen.any(axis=1).all()}
+    assert max(kept) == min(kept, key=kept.__getitem__) == 98
+    row = read_cell(shipped.path("experiments/fib_table2.yaml#cifar10-sparse-transformer-97.96"))
+    mask = build_mask(row["model"]["prior"]["support"], num_heads=12, num_tokens=196)
+    assert set(mask.sum(axis=(1, 2))) == {kept[98]} == {782}
+    assert f"{100 * (1 - mask.mean()):.2f}" == "97.96"
+    # The row of the printed ratio has one pair in each direction that Longformer's window has not.
+    longformer = build_mask("longformer", num_heads=12, num_tokens=196)
+    merged = build_mask({"name": "strided", "local": 1, "stride": 195}, num_heads=12, num_tokens=196)
+    assert [tuple(pair) for pair in np.argwhere(merged[0] ^ longformer[0])] == [(0, 195), (195, 0)]
+
+
+@pytest.mark.parametrize(
     ("settings", "heads", "message"),
     [
         ({"local": 1, "pruning_ratio": 98}, 4, "pruning_ratio=98 with separate_heads=True must be None"),
@@ -644,7 +696,8 @@ def test_supports_resolve_to_a_full_form_that_json_keeps(support):
     given_before = json.dumps(support)
     full = resolve_support(support, 6, 30, (5, 6))
     assert json.dumps(support) == given_before
-    assert list(full) == ["name", *(key for key in support_settings(support["name"]) if key != "order")]
+    left_out = {"order", "redraw"} - support.keys()
+    assert list(full) == ["name", *(key for key in support_settings(support["name"]) if key not in left_out)]
     assert {key: full[key] for key in support if key != "sequence"} == {
         k: support[k] for k in support if k != "sequence"
     }
