@@ -188,7 +188,7 @@ def public_signatures(name):
 
 def is_prescribed(where):
     """Whether transformers decides what a function takes: the forward of a model."""
-    return ".modeling_" in where and where.endswith("ForImageClassification.forward")
+    return ".modeling_" in where and where.endswith(("Model.forward", "ForImageClassification.forward"))
 
 
 @each("name", [name for name in LIBRARY if not name.startswith("hf_sparseprior.kernels.")])

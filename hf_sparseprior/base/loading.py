@@ -58,7 +58,8 @@ def load_pretrained(load: Callable[..., Any], source: Any, *args: Any, **options
             raise
         # transformers lists the weights in its log alone.
         _, info = load(source, *args, **{**options, "ignore_mismatched_sizes": True, "output_loading_info": True})
-        names = [f"{name} {tuple(stored)} for {tuple(wanted)}" for name, stored, wanted in info["mismatched_keys"]]
+        found = sorted(info["mismatched_keys"])
+        names = [f"{name} {tuple(stored)} for {tuple(wanted)}" for name, stored, wanted in found]
         if not names:
             raise
         raise RuntimeError(

@@ -14,7 +14,7 @@ from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.extras import PriorModule
 from hf_sparseprior.base.layer_sizes import UnitAxes
 from hf_sparseprior.base.loading import check_source, load_pretrained, without_code
-from hf_sparseprior.models.base_config import BaseConfig
+from hf_sparseprior.models.base_config import BaseConfig, as_pair
 from hf_sparseprior.models.blocks import LayerScale
 from hf_sparseprior.patterns.decay import Decay
 from hf_sparseprior.patterns.supports import redraws
@@ -34,6 +34,8 @@ class BasePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    # The loss is a mean over the batch it is given, and the Trainer takes the mean over accumulated ones.
+    accepts_loss_kwargs = False
     # The classes that a saved folder offers to the Auto classes; `register_family` sets it.
     auto_map: ClassVar[dict[str, str]] = {}
 
@@ -187,6 +189,43 @@ def call_options(
     """What a forward asks of the attention layers. In training it is counted in `draws`, if there is one."""
     draw = draws.next(torch.compiler.is_compiling()) if draws is not None and draws.training else None
     return CallOptions(output_attentions, backend=asked_backend(config), layout=layout, draw=draw)
+
+
+def check_keywords(model: Any, pixel_values: Any, keywords: dict[str, Any]) -> None:
+    """Refuse what transformers' forwards take by keyword and what has no effect here. None has no effect anywhere.
+
+    Raises:
+        TypeError: for a keyword that is none, as Python.
+        ValueError: for an attention mask, and `interpolate_pos_encoding=False` with images of another size.
+    """
+    for key, value in keywords.items():
+        if key == "interpolate_pos_encoding":
+            positions = getattr(model.base_model.embeddings, "position_embeddings", None)
+            sides = tuple(pixel_values.shape[-2:]) if isinstance(pixel_values, Tensor) else None
+            if value is False and positions is not None and sides != as_pair(model.config.image_size):
+                raise ValueError(
+                    f"interpolate_pos_encoding=False needs images of image_size={model.config.image_size}, got {sides}"
+                )
+        elif key == "attention_mask" and value is not None:
+            raise ValueError(
+                "attention_mask must be None, all patches are seen; images of several sizes are given as a list"
+            )
+        elif value is not None:
+            raise TypeError(f"{type(model).__name__}.forward() got an unexpected keyword argument {key!r}")
+
+
+def mean_loss(model: Any, labels: Tensor, logits: Tensor, keywords: dict[str, Any]) -> Tensor:
+    """The loss of `config.problem_type`: its mean, or its sum over `num_items_in_batch` where that is given.
+
+    As in transformers.
+    """
+    items = keywords.get("num_items_in_batch")
+    return model.loss_function(labels, logits, model.config, **({} if items is None else {"num_items_in_batch": items}))
+
+
+def encoder_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Those of a classifier's keywords that are not the loss's."""
+    return {key: value for key, value in keywords.items() if key != "num_items_in_batch"}
 
 
 def output_options(

@@ -1,4 +1,4 @@
-"""What families share: MLP, LayerScale, stochastic depth, batch norm; stem, patches and positions of an embedding."""
+"""What families share: MLP, LayerScale, stochastic depth, batch norm; stem, patches, positions and layout of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from hf_sparseprior.attention.packing import Packing
+from hf_sparseprior.attention.packing import Packing, joined
+from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.base.extras import make_extras
 from hf_sparseprior.base.layer_sizes import MLP_WIDTH, WIDTH, UnitAxes
 from hf_sparseprior.base.resolved import ResolvedModule
@@ -182,3 +183,45 @@ class ConvolutionStem(nn.Module):
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             pixel_values = F.relu(norm(convolution(pixel_values)))
         return pixel_values
+
+
+def masked_patches(patches: Tensor, masked: Tensor, mask_token: Tensor | None) -> Tensor:
+    """Patches (B, N, C) with the mask token (1, 1, C) in the places of `masked` (B, N), as stock ViT and Swin have it.
+
+    Raises:
+        ValueError: for a model without such a token, and another shape.
+    """
+    if mask_token is None:
+        raise ValueError("bool_masked_pos needs a model with a mask token, made with use_mask_token=True")
+    if masked.shape != patches.shape[:2]:
+        raise ValueError(
+            f"bool_masked_pos of shape {tuple(masked.shape)} must be (batch, patches), {tuple(patches.shape[:2])}"
+        )
+    weights = masked.unsqueeze(-1).to(patches.dtype)
+    return patches * (1.0 - weights) + mask_token * weights
+
+
+class Moves:
+    """Moves patches between raster order and the layout of the layers.
+
+    Args:
+        model: knows how. plans: for each grid that the images have. grid: the grid, or the packing of several.
+    """
+
+    def __init__(self, model: Any, plans: Sequence[AttentionPlan], grid: Any) -> None:
+        self.model, self.plans, self.grid = model, plans, grid
+
+    def patches(self, tokens: Tensor, back: bool = False) -> Tensor:
+        """Tokens with their patches moved into the layout, or back."""
+        move = self.model.move_patches
+        if not isinstance(self.grid, Packing):
+            return move(tokens, self.plans[0], back=back)
+        parts = self.grid.parts(tokens, self.model.config.num_prefix_tokens)
+        return joined([move(part, plan, back=back) for part, plan in zip(parts, self.plans, strict=True)])
+
+    def weights_back(self, weights: Any) -> Any:
+        """Attention weights of tokens in the layout, in raster order."""
+        move = self.model.move_weights_back
+        if not isinstance(self.grid, Packing):
+            return move(weights, self.plans[0])
+        return [move(part, plan) for part, plan in zip(weights, self.plans, strict=True)]

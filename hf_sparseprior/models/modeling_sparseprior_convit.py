@@ -10,6 +10,7 @@ Shape letters: B batch, C hidden size, N patch tokens, P prefix tokens (0 or 1),
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,15 @@ from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, from_
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import HEADS, WIDTH, UnitAxes
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
-from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
+from hf_sparseprior.models.base_model import (
+    BasePreTrainedModel,
+    DrawCount,
+    call_options,
+    check_keywords,
+    encoder_keywords,
+    mean_loss,
+    output_options,
+)
 from hf_sparseprior.models.blocks import MLP, DropPath, patch_grid, resized_positions
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
@@ -307,6 +316,7 @@ class SparsePriorConvitModel(SparsePriorConvitPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BaseModelOutputWithPooling | tuple:
         """Encode images.
 
@@ -317,6 +327,7 @@ class SparsePriorConvitModel(SparsePriorConvitPreTrainedModel):
             output_hidden_states: also return the L + 1 hidden states, (B, N, C) of the embedding and the gated layers
                 and (B, 1 + N, C) of the plain ones.
             return_dict: False for a tuple.
+            keywords: of transformers' forwards, as in `check_keywords`.
 
         Returns:
             last_hidden_state (B, 1 + N, C) after the last norm; pooler_output (B, C), the class token or the average of
@@ -325,6 +336,7 @@ class SparsePriorConvitModel(SparsePriorConvitPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         hidden_states, _, states, attentions = self.encode(pixel_values, output_attentions, output_hidden_states)
         last = self.layernorm(hidden_states)
         output = BaseModelOutputWithPooling(
@@ -355,13 +367,14 @@ class SparsePriorConvitForImageClassification(SparsePriorConvitPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> ImageClassifierOutput | tuple:
         """Classify images.
 
         Args:
             pixel_values: (B, channels, height, width).
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
-            output_attentions, output_hidden_states, return_dict: as in `SparsePriorConvitModel`.
+            output_attentions, output_hidden_states, return_dict, keywords: as in `SparsePriorConvitModel`.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given.
@@ -369,10 +382,10 @@ class SparsePriorConvitForImageClassification(SparsePriorConvitPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        encoded = self.convit(pixel_values, output_attentions, output_hidden_states, True)
+        encoded = self.convit(pixel_values, output_attentions, output_hidden_states, True, **encoder_keywords(keywords))
         logits = self.classifier(encoded.pooler_output)
         output = ImageClassifierOutput(
-            loss=None if labels is None else self.loss_function(labels, logits, self.config),
+            loss=None if labels is None else mean_loss(self, labels, logits, keywords),
             logits=logits,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
@@ -395,6 +408,7 @@ class SparsePriorConvitBackbone(FeatureBackbone, SparsePriorConvitModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BackboneOutput | tuple:
         """Feature maps (B, C, height, width) at `config.out_features`, of the patches or, with `map_scales`, of other
         strides; without `reshape_hidden_states` tokens (B, T, C), among which there is a class token from the first
@@ -404,6 +418,7 @@ class SparsePriorConvitBackbone(FeatureBackbone, SparsePriorConvitModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         pixel_values = whole_patches(self, pixel_values)
         _, grid, states, attentions = self.encode(pixel_values, output_attentions, True)
         maps = []

@@ -13,7 +13,7 @@ Shape letters: B batch, C channels, (H, W) places of a map, N = H W tokens, K wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -36,7 +36,15 @@ from hf_sparseprior.base.layer_sizes import (
     WIDTH,
     UnitAxes,
 )
-from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
+from hf_sparseprior.models.base_model import (
+    BasePreTrainedModel,
+    DrawCount,
+    call_options,
+    check_keywords,
+    encoder_keywords,
+    mean_loss,
+    output_options,
+)
 from hf_sparseprior.models.blocks import BatchNorm, DropPath, LayerScale
 from hf_sparseprior.models.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, whole_patches
@@ -430,6 +438,7 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> SparsePriorIformerModelOutput | tuple:
         """Encode images.
 
@@ -438,6 +447,7 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
             output_attentions: also return the weights of every attention layer.
             output_hidden_states: also return the tokens of the stem and of each stage, in both forms.
             return_dict: False for a tuple.
+            keywords: of transformers' forwards, as in `check_keywords`.
 
         Returns:
             last_hidden_state (B, N, C), which has no further norm; pooler_output (B, C), its mean.
@@ -445,6 +455,7 @@ class SparsePriorIformerModel(SparsePriorIformerPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         tokens: list[Tensor] | None = [] if output_hidden_states else None
         maps, attentions = self.encode(pixel_values, output_attentions, tokens)
         last = as_tokens(maps[-1])
@@ -500,6 +511,7 @@ class SparsePriorIformerForImageClassification(SparsePriorIformerPreTrainedModel
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> SparsePriorIformerImageClassifierOutput | tuple:
         """Classify images.
 
@@ -507,7 +519,7 @@ class SparsePriorIformerForImageClassification(SparsePriorIformerPreTrainedModel
             pixel_values: (B, channels, height, width).
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
             distillation_targets: (B,) a teacher's decisions for the distillation classifier; default: `labels`.
-            output_attentions, output_hidden_states, return_dict: as in `SparsePriorIformerModel`.
+            output_attentions, output_hidden_states, return_dict, keywords: as in `SparsePriorIformerModel`.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given. With a distillation classifier loss and logits
@@ -516,16 +528,18 @@ class SparsePriorIformerForImageClassification(SparsePriorIformerPreTrainedModel
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        encoded = self.iformer(pixel_values, output_attentions, output_hidden_states, True)
+        encoded = self.iformer(
+            pixel_values, output_attentions, output_hidden_states, True, **encoder_keywords(keywords)
+        )
         logits = self.classifier(encoded.pooler_output)
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        loss = None if labels is None else mean_loss(self, labels, logits, keywords)
         class_logits = distillation_logits = None
         if self.distillation_classifier is not None:
             class_logits, distillation_logits = logits, self.distillation_classifier(encoded.pooler_output)
             logits = (class_logits + distillation_logits) / 2
-            if labels is not None:
+            if loss is not None and labels is not None:
                 targets = labels if distillation_targets is None else distillation_targets
-                loss = (loss + self.loss_function(targets, distillation_logits, self.config)) / 2
+                loss = (loss + mean_loss(self, targets, distillation_logits, keywords)) / 2
         output = SparsePriorIformerImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -551,6 +565,7 @@ class SparsePriorIformerBackbone(FeatureBackbone, SparsePriorIformerModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BackboneOutput | tuple:
         """Feature maps (B, C, H, W) at `config.out_features`. "stem" is the embedding. Images of any size are padded to
         multiples of 4 with zeros at bottom and right.
@@ -558,6 +573,7 @@ class SparsePriorIformerBackbone(FeatureBackbone, SparsePriorIformerModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         maps, attentions = self.encode(whole_patches(self, pixel_values), output_attentions)
         by_name = dict(zip(self.stage_names, maps, strict=True))
         output = BackboneOutput(

@@ -31,8 +31,16 @@ from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import NEXT_WIDTH, WIDTH, UnitAxes
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
-from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
-from hf_sparseprior.models.blocks import MLP, DropPath
+from hf_sparseprior.models.base_model import (
+    BasePreTrainedModel,
+    DrawCount,
+    call_options,
+    check_keywords,
+    encoder_keywords,
+    mean_loss,
+    output_options,
+)
+from hf_sparseprior.models.blocks import MLP, DropPath, masked_patches
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone
 from hf_sparseprior.patterns.token_order import RASTER
@@ -63,7 +71,10 @@ class SparsePriorSwinImageClassifierOutput(ImageClassifierOutput):
 class SparsePriorSwinEmbeddings(nn.Module):
     """Patch projection and norm. There is no position embedding; the windows have relative positions."""
 
-    UNIT_AXES: UnitAxes = dict.fromkeys(("projection.weight", "projection.bias"), ((WIDTH,),))
+    UNIT_AXES: UnitAxes = {
+        **dict.fromkeys(("projection.weight", "projection.bias"), ((WIDTH,),)),
+        "mask_token": ((), (), (WIDTH,)),
+    }
 
     def __init__(self, config: SparsePriorSwinConfig) -> None:
         super().__init__()
@@ -71,10 +82,14 @@ class SparsePriorSwinEmbeddings(nn.Module):
         self.patch_size = as_pair(config.patch_size)
         self.projection = nn.Conv2d(config.num_channels, config.widths[0], self.patch_size, self.patch_size)
         self.norm = nn.LayerNorm(config.widths[0], eps=config.layer_norm_eps)
+        self.mask_token: nn.Parameter | None = None  # `SparsePriorSwinModel` makes it
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Turn (B, channels, height, width), padded with zeros to a multiple of the patch, into (B, H, W, C)."""
+    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None) -> Tensor:
+        """Turn (B, channels, height, width), padded with zeros to a multiple of the patch, into (B, H, W, C).
+
+        `bool_masked_pos` (B, H * W): patches in whose place the mask token stands.
+        """
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels or not all(pixel_values.shape[2:]):
             raise ValueError(
                 f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, {self.num_channels}, height, width)"
@@ -84,7 +99,11 @@ class SparsePriorSwinEmbeddings(nn.Module):
         if below or right:
             pixel_values = F.pad(pixel_values, (0, right, 0, below))
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))
-        return self.dropout(self.norm(patches.permute(0, 2, 3, 1)))
+        patches = self.norm(patches.permute(0, 2, 3, 1))
+        if bool_masked_pos is not None:
+            tokens = masked_patches(patches.flatten(1, 2), bool_masked_pos, self.mask_token)
+            patches = tokens.unflatten(1, patches.shape[1:3])
+        return self.dropout(patches)
 
 
 class SparsePriorSwinPositionBias(SwinRelativePositionBias):
@@ -304,6 +323,9 @@ class SparsePriorSwinPreTrainedModel(BasePreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, SparsePriorSwinPositionBias):
             init.trunc_normal_(module.bias_table, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, SparsePriorSwinEmbeddings):
+            if module.mask_token is not None:
+                init.zeros_(module.mask_token)
         else:
             super()._init_weights(module)
 
@@ -328,11 +350,15 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
     import hf_sparseprior as sp
     model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig.from_preset("swin_tiny", prior="fibottention+violin"))
     ```
+
+    use_mask_token: whether it has a token for the patches of `bool_masked_pos`, as stock Swin.
     """
 
-    def __init__(self, config: SparsePriorSwinConfig) -> None:
+    def __init__(self, config: SparsePriorSwinConfig, use_mask_token: bool = False) -> None:
         super().__init__(config)
         self.embeddings = SparsePriorSwinEmbeddings(config)
+        if use_mask_token:
+            self.embeddings.mask_token = nn.Parameter(torch.zeros(1, 1, config.widths[0]))
         self.stages = nn.ModuleList(SparsePriorSwinStage(config, stage) for stage in range(len(config.depths)))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.draws = DrawCount.of(config)
@@ -360,6 +386,7 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         output_attentions: bool,
         always_shift: bool = False,
         tokens: list[Tensor] | None = None,
+        bool_masked_pos: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Embedding and stages, without the last norm: tokens, maps of the embedding and after each stage before and
         after its patch merging, all (B, H, W, C), and attentions.
@@ -367,7 +394,7 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         A list of `tokens` gets those of the last maps, (B, H * W, C). What follows is made from them, so that a
         gradient reaches them.
         """
-        hidden_states = self.embeddings(pixel_values)
+        hidden_states = self.embeddings(pixel_values, bool_masked_pos)
         before, after = [hidden_states], [hidden_states]
         attentions: list[Tensor] = []
         options = call_options(self.config, self.draws, output_attentions)
@@ -388,6 +415,8 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        bool_masked_pos: Tensor | None = None,
+        **keywords: Any,
     ) -> SparsePriorSwinModelOutput | tuple:
         """Encode images.
 
@@ -396,6 +425,8 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
             output_attentions: also return the weights of every layer.
             output_hidden_states: also return the tokens of the embedding and after each stage, in both forms.
             return_dict: False for a tuple.
+            bool_masked_pos: (B, N), patches in whose place the mask token stands.
+            keywords: of transformers' forwards, as in `check_keywords`.
 
         Returns:
             last_hidden_state (B, H * W, C) after the last norm; pooler_output (B, C), its mean.
@@ -403,8 +434,11 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         tokens: list[Tensor] | None = [] if output_hidden_states else None
-        hidden_states, _, states, attentions = self.encode(pixel_values, output_attentions, tokens=tokens)
+        hidden_states, _, states, attentions = self.encode(
+            pixel_values, output_attentions, tokens=tokens, bool_masked_pos=bool_masked_pos
+        )
         last = self.layernorm(hidden_states).flatten(1, 2)
         output = SparsePriorSwinModelOutput(
             last_hidden_state=last,
@@ -435,13 +469,14 @@ class SparsePriorSwinForImageClassification(SparsePriorSwinPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> SparsePriorSwinImageClassifierOutput | tuple:
         """Classify images.
 
         Args:
             pixel_values: (B, channels, height, width).
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
-            output_attentions, output_hidden_states, return_dict: as in `SparsePriorSwinModel`.
+            output_attentions, output_hidden_states, return_dict, keywords: as in `SparsePriorSwinModel`.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given.
@@ -449,10 +484,10 @@ class SparsePriorSwinForImageClassification(SparsePriorSwinPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
-        encoded = self.swin(pixel_values, output_attentions, output_hidden_states, True)
+        encoded = self.swin(pixel_values, output_attentions, output_hidden_states, True, **encoder_keywords(keywords))
         logits = self.classifier(encoded.pooler_output)
         output = SparsePriorSwinImageClassifierOutput(
-            loss=None if labels is None else self.loss_function(labels, logits, self.config),
+            loss=None if labels is None else mean_loss(self, labels, logits, keywords),
             logits=logits,
             hidden_states=encoded.hidden_states,
             attentions=encoded.attentions,
@@ -484,11 +519,13 @@ class SparsePriorSwinBackbone(FeatureBackbone, SparsePriorSwinModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BackboneOutput | tuple:
         """Feature maps (B, C, H, W) at `config.out_features`, before the patch merging. "stem" is the embedding."""
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         _, states, _, attentions = self.encode(pixel_values, output_attentions, always_shift=True)
         by_name = dict(zip(self.stage_names, states, strict=True))
         output = BackboneOutput(

@@ -24,7 +24,7 @@ from transformers import initialization as init
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, reorder
 from hf_sparseprior.base.families import VIT_NAMES, Family, ProjectionNames, register_family
-from hf_sparseprior.models.base_model import output_options
+from hf_sparseprior.models.base_model import check_keywords, output_options
 from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.models.modeling_sparseprior_vit import (
@@ -55,7 +55,9 @@ class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
             return self.time_embeddings
         return F.interpolate(self.time_embeddings.transpose(1, 2), size=num_frames, mode="nearest").transpose(1, 2)
 
-    def forward(self, pixel_values: Tensor, token_sources: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+    def forward(  # type: ignore[override]  # clips have no masks
+        self, pixel_values: Tensor, token_sources: Tensor | None = None
+    ) -> tuple[Tensor, tuple[int, int]]:
         """Tokens of clips (B, F, channels, height, width), and the patch grid of a frame.
 
         The tokens are (B, P + N * F, C), with space-only attention (B * F, P + N, C).
@@ -318,6 +320,9 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
     embeddings_class = SparsePriorTimesformerEmbeddings
     layer_class = SparsePriorTimesformerLayer
 
+    def __init__(self, config: SparsePriorTimesformerConfig) -> None:
+        super().__init__(config)
+
     def moving_plan(self, tokens: Tensor, grid: tuple[int, int]) -> AttentionPlan | None:
         """As in the image model; joint layers always have their patches in another order than the embedding."""
         if not self.config.is_joint:
@@ -366,6 +371,7 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         token_sources: Tensor | None = None,
+        **keywords: Any,
     ) -> SparsePriorViTModelOutput | tuple:
         """Encode clips.
 
@@ -377,12 +383,14 @@ class SparsePriorTimesformerModel(SparsePriorTimesformerPreTrainedModel, SparseP
                 (B * F, T, C).
             return_dict: False for a tuple.
             token_sources: for images only.
+            keywords: of transformers' forwards, as in `check_keywords`.
 
         Returns:
             last_hidden_state after the last norm, of the hidden states' shape; pooler_output (B, C), the class token or
             the average of all patches of all frames, or (B, 2C), both of them. With space-only attention it is the mean
             over the frames, or of the mean over the frames (`frame_average`).
         """
+        check_keywords(self, pixel_values, keywords)
         if self.config.attention_type != "space_only":
             return super().forward(pixel_values, output_attentions, output_hidden_states, return_dict, token_sources)
         output_attentions, output_hidden_states, return_dict = output_options(
@@ -416,13 +424,14 @@ class SparsePriorTimesformerForVideoClassification(
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> SparsePriorViTImageClassifierOutput | tuple:
         """Classify clips.
 
         Args:
             pixel_values: (B, F, channels, height, width).
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
-            output_attentions, output_hidden_states, return_dict: as in `SparsePriorTimesformerModel`.
+            output_attentions, output_hidden_states, return_dict, keywords: as in `SparsePriorTimesformerModel`.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given.
@@ -433,6 +442,7 @@ class SparsePriorTimesformerForVideoClassification(
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=return_dict,
+            **keywords,
         )
 
 

@@ -21,20 +21,31 @@ from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPoo
 
 from hf_sparseprior.attention.packing import Packing, is_packed, joined, read_images
 from hf_sparseprior.attention.plan import AttentionPlan
-from hf_sparseprior.attention.request import (
-    DEFAULT_OPTIONS,
-    CallOptions,
-    from_layout,
-    to_layout,
-    weights_from_layout,
-)
+from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, from_layout, to_layout, weights_from_layout
 from hf_sparseprior.attention.rotary import RotaryPositions, Rotation
 from hf_sparseprior.base.extras import make_extras
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.layer_sizes import WIDTH, UnitAxes
 from hf_sparseprior.models.base_config import BaseConfig
-from hf_sparseprior.models.base_model import BasePreTrainedModel, DrawCount, call_options, output_options
-from hf_sparseprior.models.blocks import MLP, ConvolutionStem, DropPath, LayerScale, patch_grid, resized_positions
+from hf_sparseprior.models.base_model import (
+    BasePreTrainedModel,
+    DrawCount,
+    call_options,
+    check_keywords,
+    encoder_keywords,
+    mean_loss,
+    output_options,
+)
+from hf_sparseprior.models.blocks import (
+    MLP,
+    ConvolutionStem,
+    DropPath,
+    LayerScale,
+    Moves,
+    masked_patches,
+    patch_grid,
+    resized_positions,
+)
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
 from hf_sparseprior.patterns.token_order import RASTER
@@ -90,7 +101,8 @@ class SparsePriorViTEmbeddings(nn.Module):
     UNIT_AXES: UnitAxes = {
         **dict.fromkeys(("projection.weight", "projection.bias"), ((WIDTH,),)),
         **dict.fromkeys(
-            ("class_token", "distillation_token", "register_tokens", "position_embeddings"), ((), (), (WIDTH,))
+            ("class_token", "distillation_token", "register_tokens", "mask_token", "position_embeddings"),
+            ((), (), (WIDTH,)),
         ),
     }
 
@@ -118,6 +130,7 @@ class SparsePriorViTEmbeddings(nn.Module):
         if config.position_embedding == "learned":
             positions = self.num_prefix_positions + self.grid[0] * self.grid[1]
             self.position_embeddings = nn.Parameter(torch.empty(1, positions, width))
+        self.mask_token: nn.Parameter | None = None  # `SparsePriorViTModel` makes it
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def patch_positions(self, grid: tuple[int, int]) -> Tensor:
@@ -132,11 +145,13 @@ class SparsePriorViTEmbeddings(nn.Module):
         prefix = self.position_embeddings[:, : self.num_prefix_positions]
         return torch.cat([prefix, self.patch_positions(grid)], 1)
 
-    def forward(self, pixel_values: Tensor, token_sources: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+    def forward(
+        self, pixel_values: Tensor, token_sources: Tensor | None = None, bool_masked_pos: Tensor | None = None
+    ) -> tuple[Tensor, tuple[int, int]]:
         """Tokens (B, T, C) and the patch grid of images (B, channels, height, width).
 
         `token_sources` int64 (B, N): the image of the batch from which each patch is taken before it gets its position
-        (MixToken; Jiang et al. 2021).
+        (MixToken; Jiang et al. 2021). `bool_masked_pos` (B, N): patches in whose place the mask token stands.
         """
         grid = patch_grid(pixel_values, self.config.num_channels, self.patch_size)
         pixel_values = pixel_values.to(self.projection.weight.dtype)
@@ -148,6 +163,8 @@ class SparsePriorViTEmbeddings(nn.Module):
                     f"{tuple(patches.shape[:2])}"
                 )
             patches = patches[token_sources, torch.arange(patches.shape[1], device=patches.device)]
+        if bool_masked_pos is not None:
+            patches = masked_patches(patches, bool_masked_pos, self.mask_token)
         prefix: list[Tensor] = [token for token in (self.class_token, self.distillation_token) if token is not None]
         if self.position_embeddings is not None:
             patches = patches + self.patch_positions(grid)
@@ -245,8 +262,10 @@ class SparsePriorViTPreTrainedModel(BasePreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, SparsePriorViTEmbeddings):
             return super()._init_weights(module)
-        for parameter in module._parameters.values():
-            if parameter is not None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "mask_token":
+                init.zeros_(parameter)
+            else:
                 init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
     def resized_weights(self, config: BaseConfig) -> dict[str, Tensor]:
@@ -255,32 +274,6 @@ class SparsePriorViTPreTrainedModel(BasePreTrainedModel):
         if embeddings.position_embeddings is None:
             return {}
         return {"embeddings.position_embeddings": embeddings.resized_positions(config.grid)}
-
-
-class Moves:
-    """Moves patches between raster order and the layout of the layers.
-
-    Args:
-        model: knows how. plans: for each grid that the images have. grid: the grid, or the packing of several.
-    """
-
-    def __init__(self, model: SparsePriorViTModel, plans: Sequence[AttentionPlan], grid: Any) -> None:
-        self.model, self.plans, self.grid = model, plans, grid
-
-    def patches(self, tokens: Tensor, back: bool = False) -> Tensor:
-        """Tokens with their patches moved into the layout, or back."""
-        move = self.model.move_patches
-        if not isinstance(self.grid, Packing):
-            return move(tokens, self.plans[0], back=back)
-        parts = self.grid.parts(tokens, self.model.config.num_prefix_tokens)
-        return joined([move(part, plan, back=back) for part, plan in zip(parts, self.plans, strict=True)])
-
-    def weights_back(self, weights: Any) -> Any:
-        """Attention weights of tokens in the layout, in raster order."""
-        move = self.model.move_weights_back
-        if not isinstance(self.grid, Packing):
-            return move(weights, self.plans[0])
-        return [move(part, plan) for part, plan in zip(weights, self.plans, strict=True)]
 
 
 class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
@@ -293,15 +286,19 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
     model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin"))
     ```
 
+    use_mask_token: whether it has a token for the patches of `bool_masked_pos`, as stock ViT.
+
     embeddings_class, layer_class: classes that other families replace by their own.
     """
 
     embeddings_class: type[SparsePriorViTEmbeddings] = SparsePriorViTEmbeddings
     layer_class: type[SparsePriorViTLayer] = SparsePriorViTLayer
 
-    def __init__(self, config: SparsePriorViTConfig) -> None:
+    def __init__(self, config: SparsePriorViTConfig, use_mask_token: bool = False) -> None:
         super().__init__(config)
         self.embeddings = self.embeddings_class(config)
+        if use_mask_token:
+            self.embeddings.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.rotary_positions: RotaryPositions | None = None
@@ -321,11 +318,13 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_attentions: bool,
         output_hidden_states: bool,
         token_sources: Tensor | None = None,
+        bool_masked_pos: Tensor | None = None,
     ) -> tuple[Tensor, tuple[int, int], tuple[Tensor, ...] | None, tuple[Tensor, ...] | None, Tokens]:
         """Embeddings and blocks, without the last norm: tokens (B, T, C), grid, hidden states, attentions, and which
         tokens are left.
         """
-        hidden_states, grid = self.embeddings(pixel_values, token_sources)
+        masked = () if bool_masked_pos is None else (bool_masked_pos,)  # which embeddings of clips have not
+        hidden_states, grid = self.embeddings(pixel_values, token_sources, *masked)
         return self.encode_tokens(hidden_states, grid, output_attentions, output_hidden_states)
 
     def encode_tokens(
@@ -417,6 +416,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         pixel_attention_mask: Tensor | None = None,
         spatial_shapes: Tensor | None = None,
         pixel_mask: Tensor | None = None,
+        bool_masked_pos: Tensor | None = None,
+        **keywords: Any,
     ) -> SparsePriorViTModelOutput | tuple:
         """Encode images.
 
@@ -427,8 +428,10 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             output_hidden_states: also return the L + 1 hidden states (B, T, C). With token pruning T differs between
                 layers, in weights and hidden states.
             return_dict: False for a tuple.
+            keywords: of transformers' forwards, as in `check_keywords`.
             token_sources: int64 (B, N), the image of the batch that each patch is taken from (MixToken); None: its own.
             pixel_attention_mask, spatial_shapes, pixel_mask: of images of several sizes, as in `packing.read_images`.
+            bool_masked_pos: (B, N), patches in whose place the mask token stands.
 
         Returns:
             last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
@@ -441,18 +444,19 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         sizes = {
             "pixel_attention_mask": pixel_attention_mask,
             "spatial_shapes": spatial_shapes,
             "pixel_mask": pixel_mask,
         }
         if is_packed(pixel_values, **sizes):
-            if token_sources is not None:
-                raise ValueError("token_sources mixes patches of images of one size, and these have several")
+            if token_sources is not None or bool_masked_pos is not None:
+                raise ValueError("token_sources and bool_masked_pos are of images of one size, and these have several")
             packed = self.encode_packed(pixel_values, sizes, output_attentions, output_hidden_states)
             return packed if return_dict else packed.to_tuple()
         hidden_states, _, states, attentions, tokens = self.encode(
-            cast(Tensor, pixel_values), output_attentions, output_hidden_states, token_sources
+            cast(Tensor, pixel_values), output_attentions, output_hidden_states, token_sources, bool_masked_pos
         )
         last, pruning = self.layernorm(hidden_states), self.active_pruning()
         output = SparsePriorViTModelOutput(
@@ -545,6 +549,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         pixel_attention_mask: Tensor | None = None,
         spatial_shapes: Tensor | None = None,
         pixel_mask: Tensor | None = None,
+        **keywords: Any,
     ) -> SparsePriorViTImageClassifierOutput | tuple:
         """Classify images.
 
@@ -555,7 +560,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             labels: (B,) class indices (cross entropy), or what `config.problem_type` asks for.
             distillation_targets: (B,) a teacher's decisions for the distillation head; default: `labels`.
             output_attentions, output_hidden_states, return_dict, token_sources, pixel_attention_mask, spatial_shapes,
-            pixel_mask: as in `SparsePriorViTModel`.
+            pixel_mask, keywords: as in `SparsePriorViTModel`, and `num_items_in_batch`, over which the loss is a sum.
 
         Returns:
             logits (B, num_labels), with the loss if labels are given. With a distillation classifier loss and logits
@@ -578,6 +583,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             return_dict=True,
             token_sources=token_sources,
             **{name: value for name, value in sizes.items() if value is not None},  # which a model of clips has not
+            **encoder_keywords(keywords),
         )
         logits = self.classifier(encoded.pooler_output)
         class_logits = distillation_logits = token_logits = None
@@ -595,10 +601,10 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
             logits = (class_logits + distillation_logits) / 2
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels, logits if class_logits is None else class_logits, self.config)
+            loss = mean_loss(self, labels, logits if class_logits is None else class_logits, keywords)
             if distillation_logits is not None:
                 targets = labels if distillation_targets is None else distillation_targets
-                loss = (loss + self.loss_function(targets, distillation_logits, self.config)) / 2
+                loss = (loss + mean_loss(self, targets, distillation_logits, keywords)) / 2
             for auxiliary in (encoded.auxiliary_losses or {}).values():
                 loss = loss + auxiliary
         output = SparsePriorViTImageClassifierOutput(
@@ -642,6 +648,7 @@ class SparsePriorViTBackbone(FeatureBackbone, SparsePriorViTModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BackboneOutput | tuple:
         """Feature maps (B, C, height, width) at `config.out_features`, of the patches or, with `map_scales`, of other
         strides; tokens (B, T, C) without `reshape_hidden_states`. "stem" is the embedding, "stage3" the output of the
@@ -650,6 +657,7 @@ class SparsePriorViTBackbone(FeatureBackbone, SparsePriorViTModel):
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
         )
+        check_keywords(self, pixel_values, keywords)
         pixel_values = whole_patches(self, pixel_values)
         _, grid, states, attentions, _ = self.encode(pixel_values, output_attentions, True)
         assert states is not None

@@ -104,7 +104,7 @@ def test_priors_that_do_not_take_several_sizes_are_refused_by_name():
     for name in PRUNING:
         with pytest.raises(ValueError, match=f"prior '{name}' drops tokens, as images of several sizes cannot"):
             make(name)(images())
-    with pytest.raises(ValueError, match="token_sources mixes patches of images of one size"):
+    with pytest.raises(ValueError, match="token_sources and bool_masked_pos are of images of one size"):
         make()(images(), token_sources=torch.zeros(6, 64, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"pixel_values of list must be \(batch, 3, height, width\)"):
         sp.SparsePriorConvitModel(sp.SparsePriorConvitConfig.from_preset("convit_tiny"))(images())
