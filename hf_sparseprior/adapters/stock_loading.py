@@ -15,6 +15,7 @@ happens:
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -109,7 +110,8 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
     Args:
         model_class: a class of transformers, or one of its Auto classes.
         source: folder or name on the hub.
-        options: arguments of `model_class.from_pretrained`.
+        options: arguments of `model_class.from_pretrained`. With a `quantization_config` its quantizer loads the
+            weights, and then the prior is put back, which the class's own method cannot.
 
     Returns:
         What `model_class.from_pretrained` returns. Without a prior in `source` nothing is added.
@@ -124,11 +126,21 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
     record, config = _saved_record(source, **location), options.get("config")
     if record is not None and isinstance(config, PreTrainedConfig) and not _mentions_prior(config):
         raise ValueError(f"config={type(config).__name__} says nothing of the prior of {source}; leave it out")
+    if record is not None and not _is_ours(options.get("quantization_config", PriorLoaderConfig())):
+        options = {**options, "config": _without_loader(source, config, location)}
     loaded = load_pretrained(model_class.from_pretrained, source, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     if record is not None and not stock_priors(model):
         load_prior(model, source, **location)
     return loaded
+
+
+def _without_loader(source: Any, config: Any, location: dict[str, Any]) -> Any:
+    """The config with which a folder is loaded by a quantizer: it names no loader, of which there can be one alone."""
+    config = AutoConfig.from_pretrained(source, **location) if config is None else copy.deepcopy(config)
+    if _is_ours(getattr(config, "quantization_config", None)):
+        del config.quantization_config
+    return config
 
 
 def load_prior(model: PreTrainedModel, source: str | os.PathLike, **location: Any) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import peft
@@ -20,6 +21,8 @@ from transformers import (
     ViTMAEForPreTraining,
     ViTModel,
 )
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters import stock_loading
@@ -381,3 +384,46 @@ def test_layers_that_stay_on_disk_have_their_prior(tmp_path):
     )
     assert any(parameter.is_meta for parameter in loaded.parameters())
     assert torch.equal(output(loaded.eval(), "vit"), output(model, "vit"))
+
+
+# ---- quantizers -----------------------------------------------------------------------------------------------------
+
+
+@register_quantization_config("toy_rounding")
+@dataclass
+class RoundingConfig(QuantizationConfigMixin):
+    quant_method: str = "toy_rounding"
+
+
+@register_quantizer("toy_rounding")
+class Rounding(HfQuantizer):
+    """Rounds all weights of linear layers to sixteenths."""
+
+    is_trainable = False
+
+    def is_serializable(self):
+        return True
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.weight.copy_((module.weight * 16).round() / 16)
+        return model
+
+
+def test_a_quantizer_loads_the_weights_and_the_prior_comes_back(tmp_path):
+    """By `sp.from_pretrained`; transformers knows one loader for a folder, and says so of its own method."""
+    model = sp.apply_prior(STOCK["vit"].build(), "violin").eval()
+    move_decays(model)
+    model.save_pretrained(tmp_path)
+    loaded = sp.from_pretrained(ViTModel, tmp_path, quantization_config=RoundingConfig()).eval()
+    Rounding(RoundingConfig())._process_model_after_weight_loading(model)
+    assert torch.equal(output(loaded, "vit"), output(model, "vit"))
+    assert loaded.config.quantization_config.quant_method == "toy_rounding"
+    assert not hasattr(loaded.config, "sparse_prior")
+    with pytest.raises(ValueError, match="PriorLoaderConfig"):
+        ViTModel.from_pretrained(tmp_path, quantization_config=RoundingConfig())
