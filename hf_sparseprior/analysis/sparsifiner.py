@@ -85,7 +85,7 @@ def _see(predictions: list[Prediction], predictor: Any, args: tuple[Any, ...], k
             "connectivity is watched in a model that drops tokens, not in one that trains with all of them"
         )
     plan, coefficients = request.plan, predictor.coefficients(request)
-    full = torch.softmax((request.q.float() * request.logit_scale) @ request.k.float().transpose(-1, -2), -1)
+    full = torch.softmax((request.q.float() * request.logit_scale()) @ request.k.float().transpose(-1, -2), -1)
     predictions.append(
         Prediction(
             coefficients,

@@ -74,7 +74,7 @@ def register_backend(
             for all requests with the same shapes, dtype, device, gradients and options, so it must not depend on values
             of tensors.
         run: returns the output (B, H, T, E) in the dtype of q, and the weights (B, H, T, T) if
-            `request.needs_all_weights`, otherwise None. It agrees with `reference`, forward and backward. The first
+            `request.needs_all_weights()`, otherwise None. It agrees with `reference`, forward and backward. The first
             line of its docstring describes it.
         priority: of the backends that can run and are not slower than dense attention, the one with the highest
             priority runs. The package's own have 0 (`reference`) to 50.

@@ -37,14 +37,14 @@ def reference_can_run(request: AttentionRequest) -> str | None:
 
 def reference(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """Dense attention with the mask and the decay written out (Fibottention Eq. 1, VIOLIN Eq. 12)."""
-    dtype = request.compute_dtype
-    logits = (request.q.to(dtype) * request.logit_scale) @ request.k.to(dtype).transpose(-1, -2)
+    dtype = request.compute_dtype()
+    logits = (request.q.to(dtype) * request.logit_scale()) @ request.k.to(dtype).transpose(-1, -2)
     decay_HTT = None
     if request.decay is not None:
         decay_HTT = dense_decay(request, dtype)
         logits = _decayed_logits(request.decay, decay_HTT, logits)
     support_mask = pair_mask(request)
-    if support_mask is not None and not request.drops_after_softmax:
+    if support_mask is not None and not request.drops_after_softmax():
         logits = logits.masked_fill(~support_mask, -math.inf if request.plan.mask_fill == "neg_inf" else 0.0)
     if request.bias is not None:
         logits = add_bias(logits, request.bias)
@@ -56,7 +56,7 @@ def reference(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         logits = logits.masked_fill(~chosen, -math.inf)
         mask = chosen if mask is None else mask & chosen
     weights = torch.softmax(logits, -1) if presence is None else _softmax_of_present(logits, presence)
-    if support_mask is not None and request.drops_after_softmax:
+    if support_mask is not None and request.drops_after_softmax():
         weights = weights * support_mask
     if request.decay is not None and decay_HTT is not None:
         if presence is not None:
@@ -64,7 +64,7 @@ def reference(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         weights = _decayed_weights(request.decay, decay_HTT, weights, mask)
     weights = F.dropout(weights, request.dropout_p)
     out = weights @ request.v.to(dtype)
-    return out.to(request.q.dtype), weights.to(request.q.dtype) if request.needs_all_weights else None
+    return out.to(request.q.dtype), weights.to(request.q.dtype) if request.needs_all_weights() else None
 
 
 def _pair_presence(keep_mask: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def dense_decay(request: AttentionRequest, dtype: torch.dtype) -> Tensor:
 
 def leading_weights(request: AttentionRequest, rows: int) -> Tensor:
     """Attention weights (B, H, rows, T) of prefix tokens, before dropout, float32 at least; no (T, T) is formed."""
-    dtype = request.compute_dtype
-    logits = (request.q[:, :, :rows].to(dtype) * request.logit_scale) @ request.k.to(dtype).transpose(-1, -2)
+    dtype = request.compute_dtype()
+    logits = (request.q[:, :, :rows].to(dtype) * request.logit_scale()) @ request.k.to(dtype).transpose(-1, -2)
     decay_H11 = None
     if request.decay is not None:
         gamma_H = prefix_weights(request.decay, dtype)
@@ -163,13 +163,13 @@ def sdpa_can_run(request: AttentionRequest) -> str | None:
         return "a decay multiplies the logits, which scaled_dot_product_attention cannot do"
     if request.plan.offsets is not None and request.plan.mask_fill == "zero":
         return "mask_fill='zero' keeps exp(0) for masked pairs, which scaled_dot_product_attention cannot do"
-    if request.needs_all_weights:
+    if request.needs_all_weights():
         return "scaled_dot_product_attention does not return attention weights"
     if request.top_k is not None:
         return "only the largest logits are kept, which scaled_dot_product_attention does not return"
     if request.keep_mask is not None:
         return "dropped keys have a gradient, which scaled_dot_product_attention does not compute"
-    if request.drops_after_softmax:
+    if request.drops_after_softmax():
         return "the softmax runs over all keys before some are dropped, which scaled_dot_product_attention cannot do"
     return is_transformed()
 
@@ -189,7 +189,7 @@ def sdpa(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
         mask = mask.expand(-1, q.shape[1], -1, -1).flatten(0, 1).unsqueeze(0)
         q, k, v = (tensor.unflatten(0, (-1, windows)).flatten(1, 2) for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=request.dropout_p, scale=request.logit_scale
+        q, k, v, attn_mask=mask, dropout_p=request.dropout_p, scale=request.logit_scale()
     )
     if plain() is not None:  # its layout in memory is that of one kernel, and what follows must not rely on it
         out = out.contiguous()

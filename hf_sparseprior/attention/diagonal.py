@@ -38,11 +38,11 @@ def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     collected as columns [prefix | offsets], and one softmax runs over them. Prefix rows see everything: they are P rows
     of dense attention. The tokens are in the support's order.
     """
-    plan, dtype = request.plan, request.compute_dtype
+    plan, dtype = request.plan, request.compute_dtype()
     assert plan.offsets is not None
     prefix = plan.num_prefix_tokens
     q, k, v = (in_order(plan, tokens) for tokens in (request.q, request.k, request.v))
-    q, k, v = q.to(dtype) * request.logit_scale, k.to(dtype), v.to(dtype)
+    q, k, v = q.to(dtype) * request.logit_scale(), k.to(dtype), v.to(dtype)
     alpha_H = request.decay.get("alpha") if request.decay is not None else None
     if alpha_H is not None:
         q = q * alpha_H.to(dtype).view(-1, 1, 1)
@@ -66,7 +66,7 @@ def diagonal(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     else:
         out = torch.stack(heads, 1)
     out = in_raster(plan, out)
-    if not request.needs_all_weights:
+    if not request.needs_all_weights():
         return out.to(request.q.dtype), None
     stacked = torch.stack(dense_weights, 1)
     full = torch.cat([prefix_probs, stacked], 2) if prefix else stacked
@@ -144,7 +144,7 @@ def _diagonal_head(
     for (first, last, signed), p_BN in zip(columns, probs[..., prefix:].unbind(-1), strict=True):
         part = p_BN[:, first:last, None] * v[:, first + signed : last + signed]
         out = out + F.pad(part, (0, 0, first, tokens - last))
-    if not request.needs_all_weights:
+    if not request.needs_all_weights():
         return out, None
     return out, _scatter_weights(probs, floor, columns, prefix, tokens)
 

@@ -30,9 +30,9 @@ def frames_can_run(request: AttentionRequest) -> str | None:
 
 def frames(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """Every place of a frame gathers the keys that it sees in all frames, once for all of its queries."""
-    plan, dtype = request.plan, request.compute_dtype
+    plan, dtype = request.plan, request.compute_dtype()
     prefix, clip = plan.num_prefix_tokens, plan.frames
-    q, k, v = request.q.to(dtype) * request.logit_scale, request.k.to(dtype), request.v.to(dtype)
+    q, k, v = request.q.to(dtype) * request.logit_scale(), request.k.to(dtype), request.v.to(dtype)
     rows, valid, alone = _rows(plan, q.device)
     factor = None
     if request.decay is not None:

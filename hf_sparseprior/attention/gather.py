@@ -40,7 +40,7 @@ def not_listed(request: AttentionRequest) -> str | None:
         return "mask_fill='zero' keeps exp(0) for masked pairs, which are not gathered"
     if request.dropout_p > 0:
         return "the gathered path has no dropout"
-    if request.needs_all_weights:
+    if request.needs_all_weights():
         return "the gathered path does not return attention weights"
     if request.token_ids is not None and request.key_ids is None:
         return "only some patches of the grid are there, others in each image"
@@ -49,9 +49,9 @@ def not_listed(request: AttentionRequest) -> str | None:
 
 def gather(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """Every patch gathers the keys and values that it sees; nothing grows with N x N. Prefix rows are dense."""
-    plan, dtype = request.plan, request.compute_dtype
+    plan, dtype = request.plan, request.compute_dtype()
     prefix = plan.num_prefix_tokens
-    q, k, v = request.q.to(dtype) * request.logit_scale, request.k.to(dtype), request.v.to(dtype)
+    q, k, v = request.q.to(dtype) * request.logit_scale(), request.k.to(dtype), request.v.to(dtype)
     key_ids = request_keys(request)
     factor = None
     if request.decay is not None:

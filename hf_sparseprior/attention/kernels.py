@@ -41,7 +41,7 @@ def _kernel_can_run(request: AttentionRequest) -> str | None:
         return "dense attention without a decay is what scaled_dot_product_attention is for"
     if reason := needs_all_logits(request) or leaves_diagonals(request):
         return reason
-    if request.needs_all_weights:
+    if request.needs_all_weights():
         return "the compiled kernels do not return attention weights"
     if request.decay is not None and DECAYS[request.decay["name"]].learns_positions(request.decay):
         return "the compiled kernels have tables of whole ranks, and this order is learned"
@@ -50,7 +50,7 @@ def _kernel_can_run(request: AttentionRequest) -> str | None:
 
 def cpp_can_run(request: AttentionRequest) -> str | None:
     """None, or which part of the request the C++ kernels cannot do."""
-    if request.has_lists:
+    if request.has_lists():
         return gather_can_run(request) or kernels_missing() or diagonal_cpu.can_run(request.q)
     if request.plan.offsets is None and request.dropout_p > 0:
         return "the C++ kernel has no dropout of dense attention"
@@ -64,24 +64,24 @@ def triton_can_run(request: AttentionRequest) -> str | None:
 
 def cpp(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """The C++ kernels: along diagonals, over lists of keys, or over all pairs with a decay."""
-    return (_cpp(request) if request.one_width else _at_one_width(request, _cpp)), None
+    return (_cpp(request) if request.one_width() else _at_one_width(request, _cpp)), None
 
 
 def _cpp(request: AttentionRequest) -> Tensor:
-    if request.has_lists:
+    if request.has_lists():
         return _listed_kernel(request)
     if request.plan.offsets is not None:
         return _diagonal_kernel(request, diagonal_cpu.diagonal_attention, "offset_counts")
     scalars = _of_decay(request, _decay_scalars)
     positions = plan_table(request.plan, "positions_float32", request.q.device)
     return decayed_cpu.decayed_attention(
-        request.q, request.k, request.v, positions, *scalars, request.plan.num_prefix_tokens, request.logit_scale
+        request.q, request.k, request.v, positions, *scalars, request.plan.num_prefix_tokens, request.logit_scale()
     )
 
 
 def triton(request: AttentionRequest) -> tuple[Tensor, Tensor | None]:
     """The Triton kernels: along diagonals, or over all pairs with a decay."""
-    return (_triton(request) if request.one_width else _at_one_width(request, _triton)), None
+    return (_triton(request) if request.one_width() else _at_one_width(request, _triton)), None
 
 
 def _triton(request: AttentionRequest) -> Tensor:
@@ -90,7 +90,7 @@ def _triton(request: AttentionRequest) -> Tensor:
         return _diagonal_kernel(request, diagonal_attention, "offset_begin")
     scalars = _decay_scalars(request)
     positions = plan_table(request.plan, "positions_int32", request.q.device)
-    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
+    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale()
     return decayed_attention(
         request.q, request.k, request.v, positions, *scalars, prefix, scale, dropout_p=request.dropout_p
     )
@@ -106,7 +106,7 @@ def _at_one_width(request: AttentionRequest, run: Callable[[AttentionRequest], T
     if more < 0:
         return run(request._replace(v=F.pad(request.v, (0, -more))))[..., :more]
     q, k = (F.pad(tensor, (0, more)) for tensor in (request.q, request.k))
-    return run(request._replace(q=q, k=k, scale=request.logit_scale))
+    return run(request._replace(q=q, k=k, scale=request.logit_scale()))
 
 
 class DecayScalars(NamedTuple):
@@ -165,7 +165,7 @@ def _listed_kernel(request: AttentionRequest) -> Tensor:
         scalars = _decay_scalars(request)
         factor = _listed_weights(request, scalars, key_ids)
         prefix_factor = scalars.alpha * scalars.prefix_gamma
-    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale
+    prefix, scale = request.plan.num_prefix_tokens, request.logit_scale()
     return listed_cpu.listed_attention(request.q, request.k, request.v, key_ids, prefix, scale, factor, prefix_factor)
 
 
@@ -230,7 +230,7 @@ def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], h
         plan_table(plan, "signed_offsets", device),
         plan_table(plan, heads_table, device),
         plan.num_prefix_tokens,
-        request.logit_scale,
+        request.logit_scale(),
         zero_fill=plan.mask_fill == "zero",
         dropout_p=request.dropout_p,
         **weights,

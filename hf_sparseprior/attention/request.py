@@ -52,7 +52,8 @@ DEFAULT_OPTIONS = CallOptions()
 class AttentionRequest(NamedTuple):
     """One call of attention.
 
-    Fields from `bias` on restrict or extend what the plan says, if they are not None.
+    Fields from `bias` on restrict or extend what the plan says, if they are not None. What follows from fields are
+    methods: TorchDynamo traces properties of a named tuple only since torch 2.12.
 
     Args:
         q, k: (B, H, T, D). v: (B, H, T, E).
@@ -97,32 +98,26 @@ class AttentionRequest(NamedTuple):
     weight_rows: int | None = None
     training: bool = False
 
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of q, but float32 for half precision: logits, decay and softmax are never in half precision."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
-    @property
     def logit_scale(self) -> float:
         """`scale`, or its default."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    @property
     def needs_all_weights(self) -> bool:
         """Whether the backend returns the weights (B, H, T, T)."""
         return self.need_weights and self.weight_rows is None
 
-    @property
     def drops_after_softmax(self) -> bool:
         """Whether the softmax runs over all keys, after which keys that are not listed lose their weights."""
         return self.key_ids is not None and not self.renormalise
 
-    @property
     def one_width(self) -> bool:
         """Whether values are as wide as queries and keys."""
         return self.q.shape[-1] == self.v.shape[-1]
 
-    @property
     def has_lists(self) -> bool:
         """Whether pairs lie off the diagonals that all images share."""
         return self.key_ids is not None or self.plan.has_pairs
@@ -146,7 +141,7 @@ def needs_all_logits(request: AttentionRequest) -> str | None:
         return "only the largest logits are kept, so all are needed"
     if request.keep_mask is not None:
         return "dropped keys have a gradient, so the logits of all pairs are needed"
-    if request.drops_after_softmax:
+    if request.drops_after_softmax():
         return "renormalise=False: the softmax runs over all keys before some are dropped"
     return None
 

@@ -348,7 +348,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             if (module := self.active_pruning()) is not None:
                 hidden_states, tokens = module.before(index, hidden_states, tokens, grid, prefix)
                 pruning = module if module.within(index) else None
-            kept = None if tokens.kept is None else F.pad(tokens.kept, (prefix, 0), value=1.0)
+            if (kept := tokens.kept()) is not None:
+                kept = F.pad(kept, (prefix, 0), value=1.0)
             hidden_states, weights, token_ids = layer(
                 hidden_states, grid, prefix, options, tokens.token_ids, kept, pruning
             )
@@ -461,11 +462,11 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         last, pruning = self.layernorm(hidden_states), self.active_pruning()
         output = SparsePriorViTModelOutput(
             last_hidden_state=last,
-            pooler_output=self.pool(last, tokens.kept),
+            pooler_output=self.pool(last, tokens.kept()),
             hidden_states=states,
             attentions=attentions,
             token_ids=tokens.token_ids,
-            kept=tokens.kept,
+            kept=tokens.kept(),
             auxiliary_losses=(pruning.auxiliary_losses(tokens) or None) if pruning is not None else None,
         )
         return output if return_dict else output.to_tuple()

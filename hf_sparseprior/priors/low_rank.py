@@ -145,7 +145,7 @@ class Linformer(Mixer):
         q, v, plan, token_ids, dropout_p = request.q, request.v, request.plan, request.token_ids, request.dropout_p
         value_weight = self.mix_keys if self.mix_values is None else self.mix_values
         k, mixed = self._mix(self.mix_keys, request.k, plan, token_ids), self._mix(value_weight, v, plan, token_ids)
-        scale = request.logit_scale
+        scale = request.logit_scale()
         if not request.need_weights:
             return F.scaled_dot_product_attention(q, k, mixed, dropout_p=dropout_p, scale=scale), None
         dtype = torch.promote_types(q.dtype, torch.float32)

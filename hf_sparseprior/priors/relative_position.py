@@ -150,7 +150,7 @@ class ImageRelativePosition(RelativePosition):
 
     def forward(self, request: AttentionRequest) -> Tensor:
         """(B, H, T, T)."""
-        q, k, scale = request.q, request.k, request.logit_scale
+        q, k, scale = request.q, request.k, request.logit_scale()
         index = plan_table(request.plan, self.table_name, q.device).expand(*q.shape[:2], -1, -1)
         bias = ((q * scale) @ self.key_table.to(q.dtype).T).gather(-1, index)
         if self.query_table is not None:
@@ -239,4 +239,4 @@ class TransformerXL(RelativePosition):
         index = plan_table(plan, "relative_offsets", q.device).expand(*q.shape[:2], -1, -1)
         of_pairs = (queries @ keys_HOD.transpose(1, 2)).gather(-1, index)
         of_keys = k @ self.content_bias.to(dtype).unsqueeze(-1)
-        return request.logit_scale * (F.pad(of_pairs, (prefix, 0, prefix, 0)) + of_keys.transpose(-1, -2))
+        return request.logit_scale() * (F.pad(of_pairs, (prefix, 0, prefix, 0)) + of_keys.transpose(-1, -2))

@@ -200,12 +200,12 @@ class Sparsifiner(Predictor):
     def coefficients(self, request: AttentionRequest) -> Tensor:
         """A_down of the patches before the threshold, (B, H, n, R) in float32 at least (Eq. 1)."""
         q, k, plan, token_ids = request.q, request.k, request.plan, request.token_ids
-        prefix, dtype = plan.num_prefix_tokens, request.compute_dtype
+        prefix, dtype = plan.num_prefix_tokens, request.compute_dtype()
         down = (resize_tokens(self.w_down, self.grid, plan.grid) * self._sum_kept(plan.grid)).to(dtype)
         if token_ids is not None:
             down = down[:, token_ids].transpose(0, 1).unsqueeze(1)  # (B, 1, R, n)
         keys = down @ k[:, :, prefix:].to(dtype)
-        return torch.softmax((q[:, :, prefix:].to(dtype) * request.logit_scale) @ keys.transpose(-1, -2), -1)
+        return torch.softmax((q[:, :, prefix:].to(dtype) * request.logit_scale()) @ keys.transpose(-1, -2), -1)
 
     def scores(self, request: AttentionRequest) -> Tensor:
         """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k)."""
@@ -259,7 +259,7 @@ class Sparsifiner(Predictor):
         if request.token_ids is not None or self.w_down.dtype != torch.float32 or not kernel_predicts(q):
             return None
         down = resize_tokens(self.w_down, self.grid, plan.grid) * self._sum_kept(plan.grid)
-        return predicted_cpu.predicted_coefficients(q, k, down, plan.num_prefix_tokens, request.logit_scale)
+        return predicted_cpu.predicted_coefficients(q, k, down, plan.num_prefix_tokens, request.logit_scale())
 
     def _places(self, plan: AttentionPlan, patches: int) -> int:
         """B, but at most the number of patches."""

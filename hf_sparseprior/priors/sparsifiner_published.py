@@ -124,7 +124,7 @@ class PublishedSparsifiner(Predictor):
         """W_down or W_up of the visible tokens, (R, T) or (B, 1, R, P + n), on the request's grid."""
         plan, ids = request.plan, request.token_ids
         weight, prefix = getattr(self, f"w_{name}"), getattr(self, f"class_{name}")
-        patches = resize_tokens(weight, self.grid, plan.grid).to(request.compute_dtype)
+        patches = resize_tokens(weight, self.grid, plan.grid).to(request.compute_dtype())
         prefix = prefix.to(patches.dtype).expand(-1, plan.num_prefix_tokens)
         if ids is None:
             return torch.cat([prefix, patches], 1)
@@ -133,7 +133,7 @@ class PublishedSparsifiner(Predictor):
 
     def scores(self, request: AttentionRequest) -> Tensor:
         """Scores of all visible tokens for each patch, (B, H, n, P + n) in float32 at least."""
-        dtype, keep_mask = request.compute_dtype, request.keep_mask
+        dtype, keep_mask = request.compute_dtype(), request.keep_mask
         projected = {}
         for name, tokens in (("q", request.q), ("k", request.k)):
             weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")

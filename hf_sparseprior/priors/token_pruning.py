@@ -34,7 +34,6 @@ class Tokens(NamedTuple):
     token_ids: Tensor | None = None
     decisions: tuple[Tensor, ...] = ()
 
-    @property
     def kept(self) -> Tensor | None:
         """The last decision; None: every token that is left counts."""
         return self.decisions[-1] if self.decisions else None
@@ -344,11 +343,11 @@ class DynamicViT(TokenPruning):
             return hidden_states, tokens
         stage = self.blocks.index(layer_idx + 1)
         patches = hidden_states[:, num_prefix_tokens:]
-        scores = self.predictors[stage](patches, tokens.kept)
+        scores = self.predictors[stage](patches, tokens.kept())
         if self.training:
             decision = F.gumbel_softmax(scores, hard=True)[..., 0]
-            if tokens.kept is not None:
-                decision = decision * tokens.kept
+            if (before := tokens.kept()) is not None:
+                decision = decision * before
             return hidden_states, Tokens(None, (*tokens.decisions, decision))
         num_tokens = operator.index(grid[0]) * operator.index(grid[1])
         kept, _ = split_by_score(scores[..., 0], self.count(self.keep_rate, stage + 1, num_tokens))

@@ -34,11 +34,11 @@ def can_run(request: AttentionRequest) -> str | None:
 
 def run(request: AttentionRequest) -> tuple[Tensor, None]:
     """softmax(q k^T / sqrt(D)) v over the pairs that a support keeps, (B, H, T, D), in the dtype of q."""
-    q, k, v = (tokens.to(request.compute_dtype) for tokens in (request.q, request.k, request.v))
+    q, k, v = (tokens.to(request.compute_dtype()) for tokens in (request.q, request.k, request.v))
     parts = []
     for start in range(0, q.shape[2], ROWS):
         rows = range(start, min(start + ROWS, q.shape[2]))
-        logits = q[:, :, start : rows.stop] @ k.transpose(-1, -2) * request.logit_scale
+        logits = q[:, :, start : rows.stop] @ k.transpose(-1, -2) * request.logit_scale()
         if (seen := seen_rows(request.plan, rows)) is not None:
             logits = logits.masked_fill(~seen, -math.inf)
         parts.append(logits.softmax(-1) @ v)

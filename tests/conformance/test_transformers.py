@@ -74,6 +74,8 @@ class Tester:
         self.num_attention_heads = stage.num_heads
         self.seq_length = config.prefix_tokens(stage) + stage.grid[0] * stage.grid[1]
         self.hidden_size = config.hidden_size
+        self.mask_length = config.grid[0] * config.grid[1]
+        self.num_masks = self.mask_length // 2
 
     def get_config(self):
         return self.family.make_config(**SIZES[known_family(self.name, SIZES)], prior=self.prior)
