@@ -11,7 +11,9 @@ wheel: wheel and sdist are built; the wheel asks for no newer system than its na
     gives.
 kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
 sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
-minimum: the quick tests with the lowest versions of torch, transformers and peft that pyproject.toml allows.
+minimum: the wheel loads with the lowest versions of torch, transformers and peft that pyproject.toml allows, and the
+    quick tests pass.
+newest: the quick tests with the newest versions that pip finds.
 pythons: the quick tests with each Python from 3.11 on that is installed.
 licences: what is installed with the package is under a licence that lets it be used and passed on.
 
@@ -284,10 +286,21 @@ def lowest() -> list[str]:
 
 
 def minimum() -> None:
-    """The quick tests with the lowest versions."""
+    """The wheel and the quick tests with the lowest versions."""
     python = environment("minimum")
     say(f"installing {', '.join(lowest())}")
-    install(python, *lowest(), *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=False)
+    # The interpreter of Triton 3.6, which torch 2.10 and 2.11 bring, fails with numpy 2.4.
+    install(python, *lowest(), "numpy<2.4", *TOOLS, f"{built('*.whl')}[{EXTRAS}]", constrained=False)
+    say(run([python, "-c", TRY], cwd=without_compiler()["HOME"], env=without_compiler()).strip())
+    quick(python)
+    remove(python)
+
+
+def newest() -> None:
+    """The quick tests with the newest versions that pip finds."""
+    python = environment("newest")
+    install(python, "torch", "transformers", "peft", *TOOLS, f"{ROOT}[{EXTRAS}]", constrained=False)
+    say(run([python, "-m", "pip", "freeze"]).replace("\n", " "))
     quick(python)
     remove(python)
 
@@ -369,6 +382,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "sdist": sdist,
         "kernels": kernels,
         "minimum": minimum,
+        "newest": newest,
         "pythons": pythons,
     },
     **{"fresh": fresh, "tests": tests},

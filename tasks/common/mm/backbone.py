@@ -144,7 +144,8 @@ class MMBackbone:
         if self.output_cls_token:
             check_class_tokens(self)
         if check_boolean("with_cp", with_cp):
-            model.activation_checkpointing_enable()
+            # The older name is deprecated since transformers 5.23.
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         self.norm_eval = check_boolean("norm_eval", norm_eval)
         self.frozen_stages = check_integer("frozen_stages", frozen_stages, -1)
         for module in frozen_modules(self):

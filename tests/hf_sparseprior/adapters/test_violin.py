@@ -465,7 +465,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     for checkpointing in (False, True):
         model = adapted().train()
         if checkpointing:
-            model.base_model.model.activation_checkpointing_enable()
+            model.base_model.model.gradient_checkpointing_enable()
         model(**STOCK["vit"].example()).last_hidden_state.square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
     assert all(torch.allclose(one, two) and one.any() for one, two in zip(*gradients, strict=True))

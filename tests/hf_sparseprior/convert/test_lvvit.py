@@ -272,7 +272,6 @@ def test_the_moving_average_has_the_statistics_too():
         ({"token_classifier": 1}, "token_classifier=1 must be"),
         ({"token_logits_weight": -1}, "token_logits_weight=-1 must be a number"),
         ({"use_distillation_token": True}, "token_classifier=True and use_distillation_token=True exclude each other"),
-        ({"skip_lam": 2.0}, "did you mean 'residual_scale'"),
     ],
 )
 def test_bad_fields_are_named(settings, message):

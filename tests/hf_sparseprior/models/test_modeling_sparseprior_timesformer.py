@@ -306,7 +306,7 @@ def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(kind, pr
     for checkpointing in (False, True):
         model = make(prior=prior, attention_type=kind, num_register_tokens=1, pooling="mean").train()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            model.gradient_checkpointing_enable()
         model(clips(), labels=torch.tensor([0, 1])).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     # A key's bias shifts all logits of a query alike.
