@@ -351,11 +351,15 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
     model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig.from_preset("swin_tiny", prior="fibottention+violin"))
     ```
 
-    use_mask_token: whether it has a token for the patches of `bool_masked_pos`, as stock Swin.
+    add_pooling_layer, use_mask_token: as stock Swin: whether there is a `pooler_output`, and a token for the patches of
+    `bool_masked_pos`.
     """
 
-    def __init__(self, config: SparsePriorSwinConfig, use_mask_token: bool = False) -> None:
+    def __init__(
+        self, config: SparsePriorSwinConfig, add_pooling_layer: bool = True, use_mask_token: bool = False
+    ) -> None:
         super().__init__(config)
+        self.add_pooling_layer = add_pooling_layer
         self.embeddings = SparsePriorSwinEmbeddings(config)
         if use_mask_token:
             self.embeddings.mask_token = nn.Parameter(torch.zeros(1, 1, config.widths[0]))
@@ -442,7 +446,7 @@ class SparsePriorSwinModel(SparsePriorSwinPreTrainedModel):
         last = self.layernorm(hidden_states).flatten(1, 2)
         output = SparsePriorSwinModelOutput(
             last_hidden_state=last,
-            pooler_output=last.mean(1),
+            pooler_output=last.mean(1) if self.add_pooling_layer else None,
             hidden_states=tuple(tokens) if tokens is not None else None,
             attentions=tuple(attentions) if output_attentions else None,
             reshaped_hidden_states=tuple(map(as_map, states)) if output_hidden_states else None,

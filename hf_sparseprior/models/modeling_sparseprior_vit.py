@@ -286,7 +286,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
     model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin"))
     ```
 
-    use_mask_token: whether it has a token for the patches of `bool_masked_pos`, as stock ViT.
+    add_pooling_layer, use_mask_token: as stock ViT: whether there is a `pooler_output`, and a token for the patches of
+    `bool_masked_pos`.
 
     embeddings_class, layer_class: classes that other families replace by their own.
     """
@@ -294,8 +295,11 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
     embeddings_class: type[SparsePriorViTEmbeddings] = SparsePriorViTEmbeddings
     layer_class: type[SparsePriorViTLayer] = SparsePriorViTLayer
 
-    def __init__(self, config: SparsePriorViTConfig, use_mask_token: bool = False) -> None:
+    def __init__(
+        self, config: SparsePriorViTConfig, add_pooling_layer: bool = True, use_mask_token: bool = False
+    ) -> None:
         super().__init__(config)
+        self.add_pooling_layer = add_pooling_layer
         self.embeddings = self.embeddings_class(config)
         if use_mask_token:
             self.embeddings.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
@@ -462,7 +466,7 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         last, pruning = self.layernorm(hidden_states), self.active_pruning()
         output = SparsePriorViTModelOutput(
             last_hidden_state=last,
-            pooler_output=self.pool(last, tokens.kept()),
+            pooler_output=self.pool(last, tokens.kept()) if self.add_pooling_layer else None,
             hidden_states=states,
             attentions=attentions,
             token_ids=tokens.token_ids,
@@ -491,9 +495,10 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             tokens, packing, output_attentions, output_hidden_states
         )
         last = self.layernorm(hidden_states)
+        pooled = packing.in_batch_order([self.pool(part) for part in packing.parts(last, prefix)])
         return SparsePriorViTModelOutput(
             last_hidden_state=packing.padded_tokens(last, prefix),
-            pooler_output=packing.in_batch_order([self.pool(part) for part in packing.parts(last, prefix)]),
+            pooler_output=pooled if self.add_pooling_layer else None,
             hidden_states=states and tuple([packing.padded_tokens(state, prefix) for state in states]),
             attentions=attentions and tuple([packing.padded(weights, 2, 3) for weights in attentions]),
             token_mask=packing.token_mask(prefix, tokens.device),

@@ -155,3 +155,14 @@ def test_peft_wraps_the_bare_model_for_features(name):
     wrapped = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         torch.testing.assert_close(wrapped(pixel_values=pixels).last_hidden_state, plain)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_model_without_pooling(name, tmp_path):
+    model, pixels = make(name), batch(name)
+    model.save_pretrained(tmp_path)
+    without = FAMILIES[name].base.from_pretrained(tmp_path, add_pooling_layer=False)
+    with torch.no_grad():
+        output, whole = without(pixels), model(pixels)
+        assert output.pooler_output is None and output.last_hidden_state.equal(whole.last_hidden_state)
+        assert len(without(pixels, return_dict=False)) == len(model(pixels, return_dict=False)) - 1
