@@ -584,9 +584,7 @@ class SparsePriorViTForImageClassification(SparsePriorViTPreTrainedModel):
         }
         encoded = self.vit(
             pixel_values,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
+            *(output_attentions, output_hidden_states, True),
             token_sources=token_sources,
             **{name: value for name, value in sizes.items() if value is not None},  # which a model of clips has not
             **encoder_keywords(keywords),
