@@ -173,7 +173,7 @@ TRAINING = (
     Mutation(
         "beta decays",
         "hf_sparseprior/training/trainer.py::SparsePriorTrainer.get_decay_parameter_names",
-        *("logic", "and", "test_trainer.py", "no_decay"),
+        *("logic", "and", "test_trainer.py", "no_decay", 2),
     ),
     Mutation(
         "mixed labels sum to more than one",
