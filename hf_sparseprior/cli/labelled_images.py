@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparseprior.cli.image_files import PassedOver, images_below, is_hidden
+
 BATCH = 16  # images that are classified together
 
 
 def read_class_folders(folder: str | os.PathLike, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """Files and their classes, in the order of their names. Hidden files are left out.
+    """Files and their classes, in the order of their names. What is no image is left out, and a line says so.
 
     Args:
         folder: has a folder for each class, or for some of them.
@@ -24,15 +26,17 @@ def read_class_folders(folder: str | os.PathLike, classes: Sequence[str]) -> lis
     Raises:
         OSError: if there is no such folder, or no file in it. ValueError: for a folder that is not named as a class.
     """
-    folder, labelled = Path(folder), []
+    folder, labelled, passed_over = Path(folder), [], PassedOver()
     if not folder.is_dir():
         raise OSError(f"--images {folder} is no folder")
-    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name)):
         if class_folder.name not in classes:
             names = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
             raise ValueError(f"--images: {class_folder} must be named as a class of the model: {names}")
-        files = sorted(path for path in class_folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+        files = sorted(map(Path, images_below(class_folder, passed_over)))
         labelled += [(path, classes.index(class_folder.name)) for path in files]
+    if (line := passed_over.line()) is not None:
+        print(line, flush=True)
     if not labelled:
         raise OSError(f"--images {folder} must have a folder of images for each class")
     return labelled

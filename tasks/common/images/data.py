@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 from tqdm.auto import tqdm
@@ -24,12 +25,14 @@ CACHE_LIMIT = 1 << 30
 def load_data(config: DataConfig) -> ImageData:
     """Read a source, cut the splits it does not have, and keep as many images of each split as `limit_*` says.
 
-    With `stage` final, the images of validation are training images too.
+    With `stage` final, the images of validation are training images too. Prints in one line what was passed over.
 
     Raises:
         ValueError, OSError: the message names the folder, file or column that is missing, empty or mislabelled.
     """
     data = READERS[config.source](config)  # every reader gives at least a training split
+    if (line := data.passed_over.line()) is not None and PartialState().is_main_process:
+        print(line, flush=True)
     left = 1.0  # share of the images that came without splits and are still in "train"
     for split, fraction in (("test", config.test_fraction), ("validation", config.validation_fraction)):
         if split not in data.splits:

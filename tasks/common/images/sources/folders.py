@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from hf_sparseprior.cli.image_files import ENDINGS, HIDDEN, NO_IMAGE, PassedOver, images_below, is_hidden, is_image
 from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.sources.images import (
-    SPLIT_NAMES,
     ImageData,
     Images,
     counts,
     data_folder,
     encode_labels,
     file_images,
+    is_split,
     pick_splits,
     read_classes,
 )
 
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 IMAGE_COLUMNS = ("image", "path", "file", "file_name", "filename", "filepath", "image_path")
+SPLIT_COLUMN = "split"
 LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target")
 
 
@@ -31,18 +33,27 @@ LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target")
 
 def read_image_folder(config: DataConfig) -> ImageData:
     """path/train/CLASS/*.png, with validation/ and test/ next to train/. Without these all images are for training."""
-    root = data_folder(config)
+    root, passed_over = data_folder(config), PassedOver()
     available = [entry.name for entry in os.scandir(root) if _is_class(entry)]
-    names = [name for names in SPLIT_NAMES.values() for name in names]
-    if not config.splits and not any(name in available for name in names):
+    if not config.splits and not any(map(is_split, available)):
         folders = {"train": root}
-    elif not config.splits and not any(name in available for name in SPLIT_NAMES["train"]):
-        raise ValueError(f"{root} has no folder train")
     else:
-        folders = {split: root / name for split, name in pick_splits(available, config, str(root)).items()}
+        chosen = pick_splits(available, config, str(root))
+        folders = {split: _inner(root / name) for split, name in chosen.items()}
+        for name in sorted(set(available) - set(chosen.values())):
+            passed_over.add("folder of no split", str(root / name))
     classes = class_folders(folders["train"])
-    splits = {split: file_images(*list_images(folder, classes), config.decoding) for split, folder in folders.items()}
-    return ImageData(splits, classes, f"images in {root.name} ({counts(splits)})")
+    splits = {
+        split: file_images(*list_images(folder, classes, passed_over), config.decoding)
+        for split, folder in folders.items()
+    }
+    return ImageData(splits, classes, f"images in {root.name} ({counts(splits)})", passed_over)
+
+
+def _inner(folder: Path) -> Path:
+    """The folder itself, or the one of the same name that is all it holds, as some archives unpack."""
+    within = [entry.name for entry in os.scandir(folder) if not is_hidden(entry.name)]
+    return folder / folder.name if within == [folder.name] and (folder / folder.name).is_dir() else folder
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -54,7 +65,7 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def _is_class(entry: os.DirEntry) -> bool:
-    if entry.name.startswith(".") or not entry.is_dir():
+    if is_hidden(entry.name) or not entry.is_dir():
         return False
     # A link to / or to another folder that holds the link leads back to itself.
     if entry.is_symlink() and Path(entry.path).parent.resolve().is_relative_to(target := Path(entry.path).resolve()):
@@ -62,48 +73,30 @@ def _is_class(entry: os.DirEntry) -> bool:
     return True
 
 
-def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Files and labels of the images in a folder of class folders."""
+def list_images(
+    folder: Path, classes: Sequence[str], passed_over: PassedOver | None = None
+) -> tuple[list[str], list[int]]:
+    """Files and labels of the images in a folder of class folders; what is no image is counted in `passed_over`."""
+    passed_over = PassedOver() if passed_over is None else passed_over
     index_of = {name: index for index, name in enumerate(classes)}
     files: list[str] = []
     labels: list[int] = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_file() and _is_image(entry.name):
+        if entry.is_file() and is_image(entry.name) and not is_hidden(entry.name):
             raise ValueError(f"{entry.path} lies outside the class folders, so it has no label")
         if not _is_class(entry):
+            passed_over.add(HIDDEN if is_hidden(entry.name) else NO_IMAGE, entry.path)
             continue
         if entry.name not in index_of:
             raise ValueError(f"{entry.path}: class {entry.name!r} is not among the training classes {short(classes)}")
-        own = sorted(_images_below(entry.path))
+        own = sorted(images_below(entry.path, passed_over))
         if not own:
-            raise ValueError(f"{entry.path} holds no image ({', '.join(IMAGE_ENDINGS)})")
+            raise ValueError(f"{entry.path} holds no image ({', '.join(ENDINGS)})")
         files += own
         labels += [index_of[entry.name]] * len(own)
     if not files:
         raise ValueError(f"{folder} holds no class folder with images")
     return files, labels
-
-
-def _images_below(folder: str) -> Iterator[str]:
-    """The images in a folder of a class and in its folders, in any order.
-
-    Links to images are followed. A link to a folder may stand for the folder of a class or a split; deeper down, where
-    it could lead into itself, it is refused.
-
-    Raises:
-        ValueError: the message names the link.
-    """
-    for place, folders, names in os.walk(folder):
-        for path in (os.path.join(place, name) for name in folders):
-            if os.path.islink(path):
-                raise ValueError(
-                    f"{path} is a link to a folder, {os.readlink(path)}; within a class only links to images are read"
-                )
-        yield from (os.path.join(place, name) for name in names if _is_image(name))
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_ENDINGS)
 
 
 # ---- CSV ------------------------------------------------------------------------------------------------------------
@@ -112,7 +105,8 @@ def _is_image(name: str) -> bool:
 def read_csv(config: DataConfig) -> ImageData:
     """A CSV file of image paths and labels, or a folder of train.csv and, if they exist, validation.csv and test.csv.
 
-    Paths are relative to the file's folder. Labels that are all whole numbers are ordered as such.
+    Paths are relative to the file's folder. Labels that are all whole numbers, as they are written, are ordered as
+    such. A column called split says of each image of one file which split it is of.
 
     Raises:
         ValueError, OSError: for missing columns, labels or images; the message has file and line.
@@ -125,7 +119,10 @@ def read_csv(config: DataConfig) -> ImageData:
         tables = {split: root / f"{name}.csv" for split, name in pick_splits(available, config, f"{root}").items()}
     else:
         raise OSError(f"data.path={config.path} is neither a CSV file nor a folder of train.csv")
-    read = {split: _read_table(table, config) for split, table in tables.items()}
+    rows = {split: _read_table(table, config) for split, table in tables.items()}
+    read = {split: own[:2] for split, own in rows.items()}
+    if root.is_file() and rows["train"][2] is not None:
+        read = _by_split(rows["train"], config, root)
     values: dict[str, Sequence[object]] = {split: labels for split, (_, labels) in read.items()}
     names = read_classes(config.classes) if config.classes else None
     different = {label for _, labels in read.values() for label in labels}
@@ -137,20 +134,42 @@ def read_csv(config: DataConfig) -> ImageData:
 
 
 def _is_integer(text: str) -> bool:
-    return text.lstrip("-").isdecimal()
+    """Whether a text is a number as it is written: "007" and "7" are different names."""
+    return re.fullmatch("0|-?[1-9][0-9]*", text) is not None
 
 
-def _read_table(table: Path, config: DataConfig) -> tuple[list[str], list[str]]:
-    """Image files and labels of one CSV file."""
-    files, labels, problems = [], [], []
+Rows = tuple[list[str], list[str], list[str] | None]
+
+
+def _by_split(rows: Rows, config: DataConfig, table: Path) -> dict[str, tuple[list[str], list[str]]]:
+    """The files and labels of one CSV file by our split, as its column of splits says."""
+    files, labels, names = rows
+    assert names is not None
+    chosen = pick_splits(sorted(set(names)), config, f"{table}, column {SPLIT_COLUMN}")
+    if unknown := sorted(set(names) - set(chosen.values())):
+        raise ValueError(f"{table}, column {SPLIT_COLUMN}: {unknown[0]!r} is no split; data.splits names others")
+    return {
+        split: (
+            [file for file, its in zip(files, names, strict=True) if its == name],
+            [label for label, its in zip(labels, names, strict=True) if its == name],
+        )
+        for split, name in chosen.items()
+    }
+
+
+def _read_table(table: Path, config: DataConfig) -> Rows:
+    """Image files and labels of one CSV file, and splits if it has a column of them."""
+    files, labels, splits, problems = [], [], [], []
     try:
         with open(table, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, strict=True)
             columns = list(rows.fieldnames or [])
             image = _column(columns, config.image_column, "image_column", IMAGE_COLUMNS, table)
             label = _column(columns, config.label_column, "label_column", LABEL_COLUMNS, table)
+            split = next((name for name in columns if name.strip().lower() == SPLIT_COLUMN), None)
             for row in rows:
                 path, value = (row[image] or "").strip(), (row[label] or "").strip()
+                splits += [(row[split] or "").strip()] if split is not None else []
                 files.append(str(table.parent / path))
                 labels.append(value)
                 if not path:
@@ -165,7 +184,7 @@ def _read_table(table: Path, config: DataConfig) -> tuple[list[str], list[str]]:
         raise ValueError(f"{table}, {problems[0]} ({len(problems)} of {len(files)} rows are bad)")
     if not files:
         raise ValueError(f"{table} has no rows")
-    return files, labels
+    return files, labels, splits if split is not None else None
 
 
 def _column(columns: Sequence[str], name: str | None, field: str, usual: Sequence[str], table: Path) -> str:

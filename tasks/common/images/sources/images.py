@@ -8,18 +8,24 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.cli.image_files import PassedOver
 from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig, Decoding
 
-# Names that common data sets give to each split's folder or file.
-SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+# Names that common data sets give to each split's folder or file, in any case, also with "seg_" before them.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+UNCLEAR = ("eval", "evaluation", "holdout")  # what they are for their data set alone can say
 
 
 PIPELINE = Decoding()
@@ -85,11 +91,12 @@ def _at(call: Callable[[int], Any], indices: np.ndarray, index: int) -> Any:
 
 @dataclass
 class ImageData:
-    """Every split of a source and the names of its classes."""
+    """Every split of a source and the names of its classes. passed_over: files that were no images."""
 
     splits: dict[str, Images]
     classes: list[str]
     description: str
+    passed_over: PassedOver = field(default_factory=PassedOver)
 
 
 def counts(sizes: Mapping[str, Any]) -> str:
@@ -208,19 +215,33 @@ def pick_splits(available: Collection[str], config: DataConfig, where: str) -> d
     Returns:
         {our split: the source's name}, in our order; only "train" is always there.
     """
-    wanted = {split: (name,) for split, name in config.splits.items()} if config.splits else SPLIT_NAMES
+    if config.splits:
+        for name in config.splits.values():
+            if name not in available:
+                raise ValueError(f"data.splits={config.splits}: {where} has no {name!r}, only {_list(available)}")
+        return {split: config.splits[split] for split in SPLITS if split in config.splits}
+    if unclear := sorted(name for name in available if _plain(name) in UNCLEAR):
+        raise ValueError(f"{where}: data.splits is needed, {unclear[0]!r} may be for validation or for the test")
     found = {}
     for split in SPLITS:
-        match = next((name for name in wanted.get(split, ()) if name in available), None)
-        if match is not None:
-            found[split] = match
-        elif config.splits and split in wanted:
-            raise ValueError(
-                f"data.splits={config.splits}: {where} has no {wanted[split][0]!r}, only {_list(available)}"
-            )
+        named = sorted(name for name in available if _plain(name) in SPLIT_NAMES[split])
+        if len(named) > 1:
+            raise ValueError(f"{where}: data.splits is needed, {' and '.join(map(repr, named))} are both for {split}")
+        if named:
+            found[split] = named[0]
     if "train" not in found:
-        raise ValueError(f"{where} has no training split named {' or '.join(wanted['train'])}, only {_list(available)}")
+        names = " or ".join(SPLIT_NAMES["train"])
+        raise ValueError(f"{where} has no training split named {names}, only {_list(available)}")
     return found
+
+
+def is_split(name: str) -> bool:
+    """Whether a folder or file of this name is a split by usual names, or may be one."""
+    return _plain(name) in (*UNCLEAR, *(usual for names in SPLIT_NAMES.values() for usual in names))
+
+
+def _plain(name: str) -> str:
+    return name.lower().removeprefix("seg_")
 
 
 def _list(names: Collection[str]) -> str:

@@ -1,0 +1,160 @@
+"""Folders and tables of images as people have them: what systems leave in them, and what splits are called."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hf_sparseprior.cli.image_files import ENDINGS, PassedOver
+from hf_sparseprior.cli.labelled_images import read_class_folders
+from tasks.common.images.config import DataConfig
+from tasks.common.images.data import load_data
+from tasks.common.images.sources import READERS
+
+COLOURS = {"cat": (200, 30, 30), "dog": (30, 200, 30)}
+
+
+def draw(path: Path, colour=(1, 2, 3)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), colour).save(path)
+    return path
+
+
+def class_folders(root: Path, count: int = 3) -> None:
+    for name, colour in COLOURS.items():
+        for number in range(count):
+            draw(root / name / f"{number}.png", colour)
+
+
+def read(root: Path, source: str = "imagefolder", **settings):
+    return READERS[source](DataConfig(source=source, path=str(root), **settings))
+
+
+def test_what_systems_leave_in_folders_is_no_data(tmp_path, capsys):
+    class_folders(tmp_path)
+    junk = [
+        *("__MACOSX/cat/._0.png", ".ipynb_checkpoints/x/0.png", "cat/.ipynb_checkpoints/0-checkpoint.png"),
+        *("cat/._0.png", "cat/Thumbs.db", "dog/desktop.ini", "dog/@eaDir/0.png", ".DS_Store"),
+    ]
+    for name in junk:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"no image")
+    (tmp_path / "dog" / "notes.txt").write_text("seen")
+    data = load_data(DataConfig(source="imagefolder", path=str(tmp_path)))
+    assert data.classes == ["cat", "dog"] and sum(map(len, data.splits.values())) == 6
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    # Folders are counted once, whatever is in them; those of other classes' names are not looked into.
+    assert re.fullmatch(r"left out: 8 hidden \(.*\), 1 no image \(.*notes\.txt\)", line), line
+    assert read_class_folders(tmp_path, ["cat", "dog"]) == [
+        (tmp_path / name / f"{number}.png", index) for index, name in enumerate(COLOURS) for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize("ending", [*ENDINGS, ".PNG", ".Jpg", ".JFIF", ".AVIF"])
+def test_every_ending_is_read_in_any_case(ending, tmp_path):
+    formats = {".jfif": "JPEG", ".jpe": "JPEG", ".pgm": "PPM", ".pbm": "PPM", ".tif": "TIFF"}
+    Image.init()
+    kind = formats.get(ending.lower()) or Image.EXTENSION[ending.lower()]
+    class_folders(tmp_path)
+    mode = {".pgm": "L", ".pbm": "1"}.get(ending.lower(), "RGB")
+    level = 255 if mode == "1" else 200
+    Image.new("RGB", (8, 8), (level, level, level)).convert(mode).save(tmp_path / "cat" / f"more{ending}", kind)
+    data = read(tmp_path)
+    assert len(data.splits["train"]) == 7 and data.passed_over.line() is None
+    names = [Path(data.splits["train"].name(index)).name for index in range(7)]
+    pixels = np.asarray(data.splits["train"].read(names.index(f"more{ending}")))
+    assert pixels.shape == (8, 8, 3) and abs(pixels.astype(int) - level).max() < 8
+
+
+def test_names_that_are_no_utf8_are_printed_in_one_line():
+    passed_over = PassedOver()
+    for path in ("a/\udcff\udcfe.txt", "a/line\nbreak"):
+        passed_over.add(f"of {path[2:3]!r}", path)
+    line = passed_over.line()
+    assert "\n" not in line and line.encode() and r"\udcff" in line and r"\n" in line
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(("Training", "Testing"), ("Train", "Test"), ("seg_train", "seg_test"), ("TRAIN", "TEST")),
+        *(("train", "Val", "test"), ("Training", "Valid", "Testing")),
+    ],
+)
+def test_splits_are_known_by_their_usual_names(names, tmp_path):
+    for name in names:
+        class_folders(tmp_path / name, 1 + names.index(name))
+    class_folders(tmp_path / "sketches")
+    data = read(tmp_path)
+    ours = ("train", "validation", "test") if len(names) == 3 else ("train", "test")
+    assert {split: len(images) for split, images in data.splits.items()} == {
+        split: 2 * (1 + number) for number, split in enumerate(ours)
+    }
+    assert data.classes == ["cat", "dog"]
+    assert data.passed_over.line() == f"left out: 1 folder of no split ({tmp_path / 'sketches'})"
+
+
+def test_a_split_that_lies_in_a_folder_of_its_own_name(tmp_path):
+    for name in ("seg_train", "seg_test"):
+        class_folders(tmp_path / name / name)
+    assert set(read(tmp_path).splits) == {"train", "test"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("train", "val", "valid"), "data.splits is needed, 'val' and 'valid' are both for validation"),
+        (("Train", "training"), "data.splits is needed, 'Train' and 'training' are both for train"),
+        (("train", "eval"), "data.splits is needed, 'eval' may be for validation or for the test"),
+        (("Testing", "val"), "has no training split named train or training, only Testing, val"),
+    ],
+)
+def test_splits_that_are_not_clear_are_refused(names, message, tmp_path):
+    for name in names:
+        class_folders(tmp_path / name)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tmp_path)
+    if "eval" in names:
+        assert set(read(tmp_path, splits={"train": "train", "test": "eval"}).splits) == {"train", "test"}
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table(tmp_path, rows, header="image,label"):
+    for row in rows:
+        draw(tmp_path / row.split(",")[0])
+    file = tmp_path / "data.csv"
+    file.write_text("\n".join([header, *rows]) + "\n")
+    return file
+
+
+def test_labels_are_numbers_only_as_numbers_are_written(tmp_path):
+    """ "007" and "7" were one class."""
+    rows = [f"{number}.png,{label}" for number, label in enumerate(["7", "007", "10", "9"])]
+    assert read(table(tmp_path, rows), "csv").classes == ["007", "10", "7", "9"]
+    rows = [f"{number}.png,{label}" for number, label in enumerate(["7", "-1", "10", "0"])]
+    assert read(table(tmp_path, rows), "csv").classes == ["-1", "0", "7", "10"]
+    rows = [f"{number}.png,{label}" for number, label in enumerate(["--1", "7", "10"])]
+    assert read(table(tmp_path, rows), "csv").classes == ["--1", "10", "7"]
+
+
+@pytest.mark.parametrize("names", [("train", "val", "test"), ("Training", "dev", "Testing")])
+def test_a_column_of_splits_is_used(names, tmp_path):
+    splits = [names[0]] * 4 + [names[1]] * 2 + [names[2]] * 3
+    rows = [f"{number}.png,{'ab'[number % 2]},{split}" for number, split in enumerate(splits)]
+    data = read(table(tmp_path, rows, "image,label,Split"), "csv")
+    found = {
+        split: [Path(images.name(index)).stem for index in range(len(images))] for split, images in data.splits.items()
+    }
+    assert found == {"train": list("0123"), "validation": list("45"), "test": list("678")}
+    assert [data.classes[label] for label in data.splits["test"].labels] == ["a", "b", "a"]
+
+
+def test_values_of_the_column_that_are_no_splits_are_refused(tmp_path):
+    rows = [f"{number}.png,{'ab'[number % 2]},{split}" for number, split in enumerate(["train", "train", "unused"])]
+    file = table(tmp_path, rows, "image,label,split")
+    with pytest.raises(ValueError, match=r"data\.csv, column split: 'unused' is no split; data\.splits names others"):
+        read(file, "csv")
