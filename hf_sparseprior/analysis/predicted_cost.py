@@ -17,6 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hf_sparseprior.analysis.costs_measured import seconds_per_call, traced_bytes
+from hf_sparseprior.base.config_keys import config_keys
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.priors.token_pruning import TokenPruning
@@ -64,8 +65,8 @@ def twins(config: PretrainedConfig) -> list[Twin]:
                 )
     if getattr(config, "compressed", None):
         raise ValueError("layers of a compressed model differ in width; its cost is not predicted")
-    if (depths := getattr(config, "depths", None)) is not None:
-        fields = _stages
+    if "depths" in config_keys(type(config)):  # in an iFormer three other fields say it
+        depths, fields = config.depths, _stages
     elif (local := getattr(config, "num_local_layers", None)) is not None:
         depths, fields = [local, config.num_hidden_layers - local], _local_and_plain
     elif (family := family_of(config)) is not None and family.title in ("SparsePriorViT", "SparsePriorTimesformer"):
