@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -65,7 +65,7 @@ def twins(config: PretrainedConfig) -> list[Twin]:
                 )
     if getattr(config, "compressed", None):
         raise ValueError("layers of a compressed model differ in width; its cost is not predicted")
-    if "depths" in config_keys(type(config)):  # in an iFormer three other fields say it
+    if "depths" in config_keys(cast(Any, type(config))):  # in an iFormer three other fields say it
         depths, fields = config.depths, _stages
     elif (local := getattr(config, "num_local_layers", None)) is not None:
         depths, fields = [local, config.num_hidden_layers - local], _local_and_plain
