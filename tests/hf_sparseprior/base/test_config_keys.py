@@ -79,6 +79,7 @@ def test_what_the_class_derives_cannot_be_given(name, key, tmp_path):
     ("key", "near"),
     [
         *(("promt", "prior"), ("patchsize", "patch_size"), ("PatchSize", "patch_size"), ("hiden_size", "hidden_size")),
+        *(("num_atention_heads", "num_attention_heads"), ("priors", "prior")),
         *(("stme", "stem"), ("num_frame", "num_frames"), ("frames", "num_frames"), ("depth", "num_hidden_layers")),
     ],
 )

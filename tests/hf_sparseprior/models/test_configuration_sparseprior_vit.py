@@ -219,9 +219,6 @@ BAD = {
     "curve": (violin(curves=["hilbert", "moore"]), ["'moore'", *curve_names()]),
     "init": (violin(init="big"), ["init='big'", *INIT_PRESETS]),
     "stage": ({"out_features": ["stage9"]}, ["stage9", "stage2"]),
-    "misspelt field": ({"num_atention_heads": 4}, ["'num_atention_heads'", "did you mean 'num_attention_heads'"]),
-    "misspelt patch": ({"patchsize": 4}, ["'patchsize'", "did you mean 'patch_size'"]),
-    "misspelt prior": ({"priors": "violin"}, ["'priors'", "did you mean 'prior'"]),
 }
 
 
