@@ -136,7 +136,7 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
 
 
 def _without_loader(source: Any, config: Any, location: dict[str, Any]) -> Any:
-    """The config with which a folder is loaded by a quantizer: it names no loader, of which there can be one alone."""
+    """The config for loading a folder by a quantizer: it does not name our loader, as transformers takes only one."""
     config = AutoConfig.from_pretrained(source, **location) if config is None else copy.deepcopy(config)
     if _is_ours(getattr(config, "quantization_config", None)):
         del config.quantization_config

@@ -18,8 +18,8 @@ The published loss also
 has the sum of the masks with a weight for each kind. Its gradient is the same for all units of a kind, and
 standardising removes it, so it is left out.
 
-Two things are settings. `ratio_of`: of which parameters the ratio is a share, of the "model" or, as in the published
-code, of those that belong to a unit of attention or MLP ("layers": of DeiT-S 21.3 of 22.1 million). `choice`: how units
+Two things are settings. `ratio_of`: the parameters that the ratio is a share of: all ("model") or, as in the published
+code, those of units of attention and MLP ("layers": 21.3 of DeiT-S's 22.1 million). `choice`: how units
 are chosen. "fill" takes the highest scores and then others that still fit, until the share is met. "threshold" is the
 published code's: one score is the threshold, and all units above it go, except the smallest of a group.
 """

@@ -40,7 +40,7 @@ def report(junit: Path) -> str:
         if kind == "failed":
             failed[f"{name}::{case.get('name')}"] = None
         if kind == "skipped":
-            reasons[re.sub(r"<class '[\\w.]+'>|SparsePrior\\w+", "a class", str(case[0].get("message")))] += 1
+            reasons[re.sub(r"<class '[\w.]+'>|SparsePrior\w+", "a class", str(case[0].get("message")))] += 1
     names = ("passed", "skipped", "failed")
     rows = [[name.replace("_", " "), *(str(found[kind]) for kind in names)] for name, found in sorted(counts.items())]
     parts = [
