@@ -92,7 +92,15 @@ def _triton(request: AttentionRequest) -> Tensor:
     positions = plan_table(request.plan, "positions_int32", request.q.device)
     prefix, scale = request.plan.num_prefix_tokens, request.logit_scale()
     return decayed_attention(
-        request.q, request.k, request.v, positions, *scalars, prefix, scale, dropout_p=request.dropout_p
+        request.q,
+        request.k,
+        request.v,
+        positions,
+        *scalars,
+        prefix,
+        scale,
+        dropout_p=request.dropout_p,
+        tables=request.plan.decay_tables,
     )
 
 

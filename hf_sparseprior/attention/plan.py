@@ -80,6 +80,8 @@ class AttentionPlan:
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # What was made of the scalars of a decay, see `kernels._of_decay`.
         self.of_decay: dict[Callable, tuple[list[Tensor | None], Any]] = {}
+        # M over all pairs, see `decayed_triton.DecayTable`.
+        self.decay_tables: dict[tuple, Any] = {}
         # Which backend runs requests of each kind, see `choice.bound_backend`.
         self.choices: dict[tuple, Any] = {}
         # What the decay's positions follow from, where they are the same for all heads.

@@ -2,51 +2,40 @@
 
 Y = softmax(alpha_h * scale * Q K^T * M) V, M_ij = mean over curves c of gamma_c^|position_c(i) - position_c(j)| (VIOLIN
 Eqs. 12 and 13), computed as in flash attention 2: softmax runs over the blocks of keys one after the other, and the
-backward pass computes probabilities again from the softmax of each row. Blocks of M are made from the positions
-where they are needed, and nothing of size T x T is in memory. Only for many images of few tokens, where each would make
-the same M again, it is made once for all (`_decay_table`).
+backward pass computes probabilities again from the softmax of each row.
 
-Products of blocks are computed in the dtype of q and summed in float32; products of float32 are exact (no tf32). Sums
-over blocks are taken in the order of the blocks, so that two runs give the same bits.
+M depends on neither image nor input, and to make a number of it takes one exponential for each curve, more than
+attention itself has. So it is made once a call for all images, in a table of float16 (float32 for float32), and blocks
+are read from it. Without gradients of the decay the table stays, and the next call finds on the device whether its
+scalars are still the same. Tables that stay, or wait for the backward pass, take `decay_memory()` bytes at most
+together; beyond that M is made again, and where one layer's is larger, for some heads or rows at a time.
+
+Products of blocks are computed in the dtype of q and summed in float32; products of float32 are exact, unless torch's
+setting allows tf32. Sums over blocks are taken in the order of the blocks, so that two runs give the same bits.
 
 Shapes: B batch, H heads, T = P + N tokens, P prefix tokens, D head width, C curves, A axes of a position.
 """
 
 from __future__ import annotations
 
-import os
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from hf_sparseprior.kernels import decayed_triton_kernels as compiled
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.second_derivatives import decayed, gradients
-from hf_sparseprior.kernels.triton_blocks import (
-    draw_seed,
-    keep_factor,
-    kept_pairs,
-    load_block,
-    load_softmax,
-    outputs,
-    place,
-    probability,
-    store_block,
-    store_softmax,
-)
-from hf_sparseprior.kernels.triton_sizes import block_sizes
+from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
+from hf_sparseprior.kernels.triton_device import decay_memory
+from hf_sparseprior.kernels.triton_sizes import LARGEST_BLOCK, block_sizes
 
-LOG2E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter would multiply the bits of bfloat16 as integers, so there blocks are converted to float32 first.
-# And it multiplies by numpy, where the order of a sum depends on the processor and the shapes. On a GPU it is the same
-# in all kernels; that is why gradients are exactly 0 where one key has all the weight.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-# M is made once for all images if there are so many, and if it takes no more than a third of the L2 cache of an H100 or
-# H200. At 12 heads that is up to 591 tokens. Not measured on a GPU.
-TABLE_IMAGES, TABLE_BYTES = 8, 1 << 24
+# Programs of the backward pass, if there are not more blocks of work: two for each multiprocessor of an H100 or H200.
+# The same on all devices, because the order of sums depends on it.
+PROGRAMS = 264
 
 
 def decayed_attention(
@@ -60,6 +49,7 @@ def decayed_attention(
     num_prefix_tokens: int,
     scale: float,
     dropout_p: float = 0.0,
+    tables: Tables | None = None,
 ) -> Tensor:
     """Attention over all pairs of tokens with the logits times alpha * M.
 
@@ -72,305 +62,218 @@ def decayed_attention(
         num_prefix_tokens: P, tokens before the patches.
         scale: factor of the logits.
         dropout_p: dropout probability of the attention weights, drawn from torch's generator.
+        tables: where a table stays that no gradient needs; None: it is made anew in each call. All calls with it have
+            the same positions and prefix.
 
     Returns:
         (B, H, T, D), in memory as (B, T, H, D). Gradients reach q, k, v, log_gamma, alpha and prefix_gamma.
     """
     seed = draw_seed(q, dropout_p)
-    return torch.ops.hf_sparseprior.decayed_triton(
-        q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, num_prefix_tokens, scale, dropout_p
-    )[0]
+    tensors = (q, k, v, positions, log_gamma, alpha, prefix_gamma, seed)
+    options = (num_prefix_tokens, scale, dropout_p)
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
+    if traced:
+        return torch.ops.hf_sparseprior.decayed_triton(*tensors, *options)[0]
+    return _Decayed.apply(*tensors, *options, tables)
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _product(a, b):
-    """a @ b, summed in float32."""
-    if INTERPRETED:
-        return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
-    return tl.dot(a, b, input_precision="ieee")
+class DecayTable:
+    """M of all heads, (H, rows, width), which stays. made_of float32 (C + 1, H): what it is made of, on the device."""
+
+    def __init__(self, table: Tensor, made_of: Tensor | None) -> None:
+        self.table, self.made_of = table, made_of
+        _in_use[table.device] = _in_use.get(table.device, 0) + table.nbytes
+        weakref.finalize(self, _release, table.device, table.nbytes)
 
 
-@triton.jit
-def _distances(positions, curve, rows, keys, patches, AXES: tl.constexpr, PREFIX: tl.constexpr):
-    """Distances (rows, keys) of tokens along one curve, float32. They have no meaning for prefix tokens."""
-    # Ranks are integers below 2^24, exact in float32. A conversion for each pair would cost as much as exp2.
-    total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
-    for axis in tl.static_range(AXES):
-        line = positions + (curve * AXES + axis) * patches - PREFIX
-        of_rows = tl.load(line + rows, mask=(rows >= PREFIX) & (rows < patches + PREFIX), other=0).to(tl.float32)
-        of_keys = tl.load(line + keys, mask=(keys >= PREFIX) & (keys < patches + PREFIX), other=0).to(tl.float32)
-        total += tl.abs(of_rows[:, None] - of_keys[None, :])
-    return total
+Tables = dict[tuple[torch.device, torch.dtype], DecayTable]
+_in_use: dict[torch.device, int] = {}  # bytes of the tables that stay
 
 
-@triton.jit
-def _decay_block(
-    table, positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches,
-    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
-    """M (rows, keys) of tokens, from the table if there is one.
+def _release(device: torch.device, size: int) -> None:
+    _in_use[device] -= size
 
-    M is symmetric, so the backward pass calls it with (keys, rows) in the same way.
-    """
-    if table is None:
-        return _new_decay_block(
-            positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
+
+def _fits(device: torch.device, size: int) -> bool:
+    return _in_use.get(device, 0) + size <= decay_memory()
+
+
+class _Decay(NamedTuple):
+    """What M follows from."""
+
+    positions: Tensor
+    log_gamma: Tensor
+    prefix_gamma: Tensor | None
+    prefix: int
+
+    @property
+    def heads(self) -> int:
+        return self.log_gamma.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.positions.shape[-1]
+
+    @property
+    def side(self) -> int:
+        """Rows of the whole table of a head, and its width."""
+        return triton.cdiv(self.tokens, LARGEST_BLOCK) * LARGEST_BLOCK
+
+
+class _Part(NamedTuple):
+    """Heads and rows whose M is in a table."""
+
+    table: Tensor
+    first_head: int
+    heads: int
+    first_row: int
+    rows: int  # tokens, without those that fill up the last block
+
+
+def _table_dtype(q: Tensor) -> torch.dtype:
+    return torch.float32 if q.dtype == torch.float32 else torch.float16
+
+
+def _parts(decay: _Decay, q: Tensor, kept: DecayTable | None) -> Iterator[_Part]:
+    """The table, whole or in parts, each of which is there until the next is asked for."""
+    side, size = decay.side, _table_dtype(q).itemsize
+    if kept is not None:
+        if kept.made_of is not None:
+            _fill(decay, _Part(kept.table, 0, decay.heads, 0, decay.tokens), kept.made_of)
+        yield _Part(kept.table, 0, decay.heads, 0, decay.tokens)
+        return
+    limit = decay_memory()
+    heads = max(1, min(decay.heads, limit // (side * side * size)))
+    rows = max(LARGEST_BLOCK, min(side, limit // (side * size) // LARGEST_BLOCK * LARGEST_BLOCK))
+    table = q.new_empty((heads, rows, side), dtype=_table_dtype(q))
+    for first_head in range(0, decay.heads, heads):
+        for first_row in range(0, decay.tokens, rows):
+            own = min(heads, decay.heads - first_head), first_row, min(rows, decay.tokens - first_row)
+            part = _Part(table, first_head, *own)
+            _fill(decay, part, None)
+            yield part
+
+
+def _fill(decay: _Decay, part: _Part, made_of: Tensor | None) -> None:
+    """Write the table, or see that it is what it would be made of."""
+    curves, axes, patches = decay.positions.shape
+    _, rows, side = part.table.shape
+    block = 32 if part.table.dtype == torch.float32 else 64
+    compiled._forward_table[(part.heads * (rows // block) * (side // block),)](
+        part.table, (rows, side), decay.positions, decay.log_gamma, decay.prefix_gamma, made_of, decay.heads,
+        part.first_head, part.first_row, patches, CURVES=curves, CURVE_COLUMNS=triton.next_power_of_2(curves),
+        AXES=axes, PREFIX=decay.prefix, SIDE=block, SYMMETRIC=rows == side, num_warps=8,
+    )  # fmt: skip
+
+
+def _kept(decay: _Decay, q: Tensor, tables: Tables | None) -> DecayTable | None:
+    """The layer's table if there is one or may be one."""
+    if tables is None:
+        return None
+    key = (q.device, _table_dtype(q))
+    if (found := tables.get(key)) is not None:
+        return found
+    size = decay.heads * decay.side**2 * key[1].itemsize
+    # What is made while a CUDA graph is captured belongs to the graph.
+    if not _fits(q.device, size) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    with torch.inference_mode(False):
+        made_of = torch.full((decay.positions.shape[0] + 1, decay.heads), torch.nan, device=q.device)
+        table = torch.empty(decay.heads, decay.side, decay.side, dtype=key[1], device=q.device)
+    return tables.setdefault(key, DecayTable(table, made_of))
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def _precision(q: Tensor) -> str:
+    """Of products of float32, as torch's own setting for matrices has it."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: _Decay, alpha: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
+    kept: DecayTable | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output (B, H, T, D), float32 (B, H, T, 2), see `store_softmax`, and the last part's table."""
+    out, stats = outputs(q)
+    images, heads, tokens, _ = q.shape
+    sizes = block_sizes("decayed_forward", q)
+    made_of = None if kept is None else kept.made_of
+    strides = (q.stride(), k.stride(), v.stride(), out.stride())
+    with torch.cuda.device_of(q):
+        for part in _parts(decay, q, kept):
+            blocks = triton.cdiv(part.rows, sizes["ROWS"])
+            compiled._forward_rows[(part.heads * blocks * images,)](
+                q, k, v, out, stats, part.table, tuple(part.table.shape[1:]), decay.log_gamma, alpha,
+                decay.prefix_gamma, made_of, seed, *strides, images, heads, part.first_head, part.first_row, blocks,
+                tokens, scale, dropout_p, CURVES=decay.positions.shape[0], HEADS=triton.next_power_of_2(heads),
+                PRECISION=_precision(q), **sizes,
+            )  # fmt: skip
+    return out, stats, part.table
+
+
+def _run_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, decay: _Decay, alpha: Tensor,
+    seed: Tensor | None, scale: float, dropout_p: float, learns_decay: bool, kept: DecayTable | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
+    images, heads, tokens, _ = q.shape
+    curves, axes, patches = decay.positions.shape
+    dq, dk, dv = (like_projection(q) for _ in range(3))  # the kernels assume that they have the same strides
+    if not q.numel():
+        return dq, dk, dv, q.new_zeros(curves + 2, heads if learns_decay else 0, dtype=torch.float32)
+    made_of = None if kept is None else kept.made_of
+    keys, of_decay = block_sizes("decayed_backward", q), block_sizes("decayed_gradients", q)
+    inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
+    delta = q.new_empty(q.shape[:3], dtype=torch.float32)
+    all_rows = triton.cdiv(tokens, 64)
+    row_sizes = {name: keys[name] for name in ("WIDTH", "COLUMNS")} | {"ROWS": 64}
+    d_decay, dq_parts, splits, decay_splits = None, None, 1, 1
+    with torch.cuda.device_of(q):
+        compiled._backward_delta[(images * heads * all_rows,)](
+            grad, out, delta, grad.stride(), out.stride(), heads, tokens, **row_sizes
         )
-    else:
-        tokens = patches + PREFIX
-        pointers = table + head * tokens * tokens + rows[:, None] * tokens + keys[None, :]
-        return tl.load(pointers, mask=(rows < tokens)[:, None] & (keys < tokens)[None, :], other=0.0)
-
-
-@triton.jit
-def _new_decay_block(
-    positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches,
-    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
-    """M (rows, keys) of tokens, from their positions."""
-    total = tl.zeros((rows.shape[0], keys.shape[0]), tl.float32)
-    for curve in range(CURVES):
-        rate = tl.load(log_gamma + curve * heads + head) * LOG2E
-        total += tl.exp2(_distances(positions, curve, rows, keys, patches, AXES, PREFIX) * rate)
-    total = total / CURVES
-    if PREFIX:
-        of_prefix = 1.0 if prefix_gamma is None else tl.load(prefix_gamma + head)
-        total = tl.where((rows < PREFIX)[:, None] | (keys < PREFIX)[None, :], of_prefix, total)
-    return total
-
-
-@triton.jit
-def _forward_decay(
-    table, positions, log_gamma, prefix_gamma, heads, patches, CURVES: tl.constexpr, AXES: tl.constexpr,
-    PREFIX: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """M of a block of rows and of keys of one head: table is float32 (H, T, T)."""
-    tokens = patches + PREFIX
-    across = tl.cdiv(tokens, KEYS)
-    blocks = tl.cdiv(tokens, ROWS) * across
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    rows = (block // across) * ROWS + tl.arange(0, ROWS)
-    keys = (block % across) * KEYS + tl.arange(0, KEYS)
-    decay = _new_decay_block(positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX)
-    pointers = table + head * tokens * tokens + rows[:, None] * tokens + keys[None, :]
-    tl.store(pointers, decay, mask=(rows < tokens)[:, None] & (keys < tokens)[None, :])
-
-
-@triton.jit
-def _forward_rows(
-    q, k, v, out, stats, table, positions, log_gamma, alpha, prefix_gamma, seed, q_strides, k_strides, v_strides,
-    out_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Output of a block of rows, and what `load_softmax` gives the backward pass."""
-    tokens = patches + PREFIX
-    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    exists = rows < tokens
-    q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    head_alpha = tl.load(alpha + head)
-    high = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, tokens, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        valid = keys < tokens
-        k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-        v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-        decay = _decay_block(
-            table, positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
+        for part in _parts(decay, q, kept):
+            shape = tuple(part.table.shape[1:])
+            blocks = triton.cdiv(part.rows, keys["KEYS"])
+            if dq_parts is None:
+                splits = _splits(blocks, images * heads, decay_memory() // (4 * q.numel()))
+                dq_parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
+            compiled._backward_keys[(part.heads * splits * images,)](
+                grad, q, k, v, stats, delta, dk, dv, dq_parts, part.table, shape, decay.log_gamma, alpha,
+                decay.prefix_gamma, made_of, seed, *inputs, dk.stride(), images, heads, part.first_head,
+                part.first_row, blocks, tokens, scale, dropout_p, splits, CURVES=curves,
+                HEADS=triton.next_power_of_2(heads), PRECISION=_precision(q), **keys,
+            )  # fmt: skip
+            if not learns_decay:
+                continue
+            blocks, all_blocks = triton.cdiv(part.rows, of_decay["ROWS"]), triton.cdiv(tokens, of_decay["ROWS"])
+            if d_decay is None:
+                decay_splits = _splits(triton.cdiv(tokens, of_decay["KEYS"]), part.heads * blocks, 4)
+                d_decay = stats.new_empty(heads, all_blocks, decay_splits, curves + 2)
+            compiled._backward_decay[(part.heads * blocks * decay_splits,)](
+                grad, q, k, v, stats, delta, d_decay, part.table, shape, decay.positions, decay.log_gamma, alpha, seed,
+                *inputs, images, heads, part.first_head, part.first_row, blocks, patches, scale, dropout_p,
+                decay_splits, CURVES=curves, CURVE_COLUMNS=triton.next_power_of_2(curves), AXES=axes,
+                PREFIX=decay.prefix, PRECISION=_precision(q), **of_decay,
+            )  # fmt: skip
+        compiled._backward_queries[(images * heads * all_rows,)](
+            dq_parts, dq, dq.stride(), images, heads, tokens, splits, **row_sizes
         )
-        logits = _product(q_rows, tl.trans(k_rows)) * scale * (head_alpha * decay)
-        logits = tl.where(valid[None, :], logits, float("-inf"))
-        higher = tl.maximum(high, tl.max(logits, 1))
-        shrink = tl.exp(high - higher)
-        weight = tl.exp(logits - higher[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        weight = weight * keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
-        acc = acc * shrink[:, None] + _product(weight.to(v_rows.dtype), v_rows)
-        high = higher
-    store_block(out, out_strides, batch, head, rows, exists, acc / total[:, None], WIDTH, COLUMNS)
-    store_softmax(stats, slot * tokens + rows, high, total, exists)
+    none = stats.new_empty(curves + 2, 0)
+    return dq, dk, dv, none if d_decay is None else d_decay.sum((1, 2)).t().contiguous()
 
 
-@triton.jit
-def _row_pairs(
-    q_rows, g_rows, high, share, rows, exists, keys, k, v, table, positions, log_gamma, prefix_gamma, head_alpha,
-    seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
-    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """For rows and keys: M, the scaled product of q and k, the probability and its gradient, and the rows of k."""
-    valid = keys < patches + PREFIX
-    k_rows = load_block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-    v_rows = load_block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS)
-    decay = _decay_block(
-        table, positions, log_gamma, prefix_gamma, head, heads, rows, keys, patches, CURVES, AXES, PREFIX
-    )
-    product = _product(q_rows, tl.trans(k_rows)) * scale
-    pairs = exists[:, None] & valid[None, :]
-    prob = probability(product * (head_alpha * decay), pairs, high[:, None], share[:, None])
-    d_prob = _product(g_rows, tl.trans(v_rows)) * keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
-    return decay, product, prob, d_prob, k_rows
-
-
-@triton.jit
-def _backward_delta(
-    grad, q, k, v, stats, delta, table, positions, log_gamma, alpha, prefix_gamma, seed, grad_strides, q_strides,
-    k_strides, v_strides, heads, patches, scale, dropout_p, CURVES: tl.constexpr, AXES: tl.constexpr,
-    PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """delta of a block of rows: float32 (B, H, T), for each row the mean gradient of its probabilities, weighted by
-    them.
-
-    The product of output and gradient is the same number and needs no pass over the keys. But the output was rounded,
-    and so were the weights of its sum, and the gradients of the decay are sums in which these errors stay. Rounding of
-    a share changes all probabilities of a row alike, which does not change the mean.
-
-    It is a kernel of its own, because `_backward_rows` would not have enough registers for it.
-    """
-    tokens = patches + PREFIX
-    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    exists = rows < tokens
-    q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    high, share = load_softmax(stats, slot * tokens + rows, exists)
-    head_alpha = tl.load(alpha + head)
-    weighted = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tokens, KEYS):
-        _, _, prob, d_prob, _ = _row_pairs(
-            q_rows, g_rows, high, share, rows, exists, start + tl.arange(0, KEYS), k, v, table, positions,
-            log_gamma, prefix_gamma, head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale,
-            dropout_p, CURVES, AXES, PREFIX, WIDTH, COLUMNS,
-        )  # fmt: skip
-        weighted += tl.sum(prob * d_prob, 1)
-        total += tl.sum(prob, 1)
-    tl.store(delta + slot * tokens + rows, weighted / total, mask=exists)
-
-
-@triton.jit
-def _backward_rows(
-    grad, q, k, v, stats, dq, delta, decay_parts, table, positions, log_gamma, alpha, prefix_gamma, seed,
-    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
-    CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """dq of a block of rows, and its part of the gradients of the decay.
-
-    decay_parts: float32 (B, H, blocks, C + 2), for log_gamma, prefix_gamma and alpha; None if none is learned.
-    """
-    tokens = patches + PREFIX
-    blocks = tl.cdiv(tokens, ROWS)
-    block, slot, batch, head = place(blocks, heads)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    exists = rows < tokens
-    q_rows = load_block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    g_rows = load_block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS)
-    high, share = load_softmax(stats, slot * tokens + rows, exists)
-    delta_rows = tl.load(delta + slot * tokens + rows, mask=exists, other=0.0)
-    head_alpha = tl.load(alpha + head)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    curves = tl.arange(0, CURVE_COLUMNS)
-    by_curve = tl.zeros((ROWS, CURVE_COLUMNS), tl.float32)
-    by_prefix = tl.zeros((ROWS,), tl.float32)
-    by_alpha = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tokens, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        decay, product, prob, d_prob, k_rows = _row_pairs(
-            q_rows, g_rows, high, share, rows, exists, keys, k, v, table, positions, log_gamma, prefix_gamma,
-            head_alpha, seed, k_strides, v_strides, slot, batch, head, heads, patches, scale, dropout_p,
-            CURVES, AXES, PREFIX, WIDTH, COLUMNS,
-        )  # fmt: skip
-        slope = prob * (d_prob - delta_rows[:, None])
-        by_logit = (slope * (head_alpha * decay)).to(k_rows.dtype)
-        acc += _product(by_logit, k_rows)
-        if decay_parts is not None:
-            slope = slope * product
-            by_alpha += tl.sum(slope * decay, 1)
-            if PREFIX:
-                with_prefix = (rows < PREFIX)[:, None] | (keys < PREFIX)[None, :]
-                by_prefix += tl.sum(tl.where(with_prefix, slope, 0.0), 1)
-                slope = tl.where(with_prefix, 0.0, slope)
-            for curve in range(CURVES):
-                rate = tl.load(log_gamma + curve * heads + head) * LOG2E
-                distance = _distances(positions, curve, rows, keys, patches, AXES, PREFIX)
-                of_curve = tl.sum(slope * distance * tl.exp2(distance * rate), 1)
-                by_curve += tl.where((curves == curve)[None, :], of_curve[:, None], 0.0)
-    if decay_parts is not None:
-        part = decay_parts + (slot * blocks + block) * (CURVES + 2)
-        tl.store(part + curves, tl.sum(by_curve, 0) * (head_alpha / CURVES), mask=curves < CURVES)
-        tl.store(part + CURVES, tl.sum(by_prefix, 0) * head_alpha)
-        tl.store(part + CURVES + 1, tl.sum(by_alpha, 0))
-    store_block(dq, out_strides, batch, head, rows, exists, acc * scale, WIDTH, COLUMNS)
-
-
-@triton.jit
-def _backward_keys(
-    grad, q, k, v, stats, delta, dk, dv, table, positions, log_gamma, alpha, prefix_gamma, seed,
-    grad_strides, q_strides, k_strides, v_strides, out_strides, heads, patches, scale, dropout_p,
-    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of a block of keys (ROWS of them) from blocks of rows that see them (KEYS at a time)."""
-    tokens = patches + PREFIX
-    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
-    keys = block * ROWS + tl.arange(0, ROWS)
-    exists = keys < tokens
-    k_rows = load_block(k, k_strides, batch, head, keys, exists, WIDTH, COLUMNS)
-    v_rows = load_block(v, v_strides, batch, head, keys, exists, WIDTH, COLUMNS)
-    head_alpha = tl.load(alpha + head)
-    dk_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
-    dv_rows = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, tokens, KEYS):
-        rows = start + tl.arange(0, KEYS)
-        valid = rows < tokens
-        q_rows = load_block(q, q_strides, batch, head, rows, valid, WIDTH, COLUMNS)
-        g_rows = load_block(grad, grad_strides, batch, head, rows, valid, WIDTH, COLUMNS)
-        high, share = load_softmax(stats, slot * tokens + rows, valid)
-        delta_rows = tl.load(delta + slot * tokens + rows, mask=valid, other=0.0)
-        decay = head_alpha * _decay_block(
-            table, positions, log_gamma, prefix_gamma, head, heads, keys, rows, patches, CURVES, AXES, PREFIX
-        )
-        product = _product(k_rows, tl.trans(q_rows)) * scale
-        prob = probability(product * decay, valid[None, :], high[None, :], share[None, :])
-        keep = keep_factor(seed, slot, rows[None, :], keys[:, None], dropout_p)
-        dv_rows += _product((prob * keep).to(g_rows.dtype), g_rows)
-        slope = prob * (_product(v_rows, tl.trans(g_rows)) * keep - delta_rows[None, :])
-        dk_rows += _product((slope * decay).to(q_rows.dtype), q_rows)
-    store_block(dk, out_strides, batch, head, keys, exists, dk_rows * scale, WIDTH, COLUMNS)
-    store_block(dv, out_strides, batch, head, keys, exists, dv_rows, WIDTH, COLUMNS)
+def _splits(blocks: int, programs: int, at_most: int) -> int:
+    """Programs that share the blocks of one image and head, so that there are enough of them."""
+    return max(1, min(blocks, PROGRAMS // programs, at_most))
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _sizes(q: Tensor, positions: Tensor, prefix: int, direction: str) -> dict[str, int]:
-    """The sizes that the kernels are compiled for."""
-    curves, axes, _ = positions.shape
-    return {"CURVES": curves, "AXES": axes, "PREFIX": prefix, **block_sizes(f"decayed_{direction}", q)}
-
-
-def _decay_table(
-    q: Tensor, positions: Tensor, log_gamma: Tensor, prefix_gamma: Tensor | None, prefix: int, sizes: dict[str, int]
-) -> Tensor | None:
-    """M as float32 (H, T, T), the same numbers that each block would make; None where a table would not pay.
-
-    A block of M is made with one exponential for each pair and curve, more than attention itself has. Read, it is four
-    bytes for each pair, from the L2 cache, where all images find the same ones.
-    """
-    batch, heads, tokens, _ = q.shape
-    if batch < TABLE_IMAGES or 4 * heads * tokens**2 > TABLE_BYTES:
-        return None
-    table = q.new_empty((heads, tokens, tokens), dtype=torch.float32)
-    options = {name: sizes[name] for name in ("CURVES", "AXES", "PREFIX", "ROWS", "KEYS", "num_warps")}
-    blocks = triton.cdiv(tokens, sizes["ROWS"]) * triton.cdiv(tokens, sizes["KEYS"])
-    _forward_decay[(heads * blocks,)](table, positions, log_gamma, prefix_gamma, heads, tokens - prefix, **options)
-    return table
 
 
 @torch.library.custom_op("hf_sparseprior::decayed_triton", mutates_args=())
@@ -379,57 +282,21 @@ def _forward(
     seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, D) and float32 (B, H, T, 2), see `store_softmax`."""
-    out, stats = outputs(q)
-    slots, tokens = q.shape[0] * q.shape[1], q.shape[2]
-    if slots == 0:
-        return out, stats
-    sizes = _sizes(q, positions, prefix, "forward")
-    log_gamma = log_gamma.contiguous()
-    with torch.cuda.device_of(q):
-        table = _decay_table(q, positions, log_gamma, prefix_gamma, prefix, sizes)
-        _forward_rows[(slots * triton.cdiv(tokens, sizes["ROWS"]),)](
-            q, k, v, out, stats, table, positions, log_gamma, alpha, prefix_gamma, seed,
-            q.stride(), k.stride(), v.stride(), out.stride(), q.shape[1], tokens - prefix, scale, dropout_p, **sizes,
-        )  # fmt: skip
-    return out, stats
+    if not q.numel():
+        return outputs(q)
+    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
+    return _run_forward(q, k, v, decay, alpha, seed, scale, dropout_p)[:2]
 
 
 @torch.library.custom_op("hf_sparseprior::decayed_triton_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, positions: Tensor, log_gamma: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, positions: Tensor, log_gamma: Tensor,
     alpha: Tensor, prefix_gamma: Tensor | None, seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
     learns_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
-    batch, heads, tokens, _ = q.shape
-    dq, dk, dv = (like_projection(q) for _ in range(3))  # the kernels assume that they have the same strides
-    curves = positions.shape[0]
-    if batch * heads == 0 or not learns_decay:
-        d_decay = q.new_zeros(curves + 2, heads if learns_decay else 0, dtype=torch.float32)
-    if batch * heads == 0:
-        return dq, dk, dv, d_decay
-    sizes = _sizes(q, positions, prefix, "backward")
-    blocks = triton.cdiv(tokens, sizes["ROWS"])
-    delta = q.new_empty(q.shape[:3], dtype=torch.float32)
-    parts = stats.new_empty(batch, heads, blocks, curves + 2) if learns_decay else None
-    log_gamma = log_gamma.contiguous()
-    inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
-    strides = (*inputs, dq.stride())
-    numbers = (heads, tokens - prefix, scale, dropout_p)
-    with torch.cuda.device_of(q):
-        table = _decay_table(q, positions, log_gamma, prefix_gamma, prefix, sizes)
-        decay = (table, positions, log_gamma, alpha, prefix_gamma, seed)
-        _backward_delta[(batch * heads * blocks,)](grad, q, k, v, stats, delta, *decay, *inputs, *numbers, **sizes)
-        _backward_rows[(batch * heads * blocks,)](
-            grad, q, k, v, stats, dq, delta, parts, *decay, *strides, *numbers,
-            CURVE_COLUMNS=triton.next_power_of_2(curves), **sizes,
-        )  # fmt: skip
-        _backward_keys[(batch * heads * blocks,)](
-            grad, q, k, v, stats, delta, dk, dv, *decay, *strides, *numbers, **sizes
-        )
-    if parts is not None:
-        d_decay = parts.sum((0, 2)).t().contiguous()
-    return dq, dk, dv, d_decay
+    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
+    return _run_backward(grad, q, k, v, out, stats, decay, alpha, seed, scale, dropout_p, learns_decay)
 
 
 @_forward.register_fake
@@ -439,36 +306,73 @@ def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    positions, learns_decay = rest[3], rest[-1]
+    positions, learns_decay = rest[4], rest[-1]
     shape = (positions.shape[0] + 2, q.shape[1] if learns_decay else 0)
     return (*(like_projection(q) for _ in range(3)), q.new_empty(shape, dtype=torch.float32))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, prefix, scale, dropout_p = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.options = (prefix, scale, dropout_p)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.options, ctx.kept = (prefix, scale, dropout_p), None
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None = None) -> tuple:
     if grad is None:
         return (None,) * 11
-    q, k, v, *tensors, stats = ctx.saved_tensors
+    q, k, v, positions, *scalars, seed, out, stats = ctx.saved_tensors
+    prefix, scale, dropout_p = ctx.options
     if torch.is_grad_enabled():  # create_graph=True
-        positions, *scalars, seed = tensors
-        _, scale, dropout_p = ctx.options
         keep = kept_pairs(q, seed, dropout_p)
         grads = gradients(decayed, (q, k, v, *scalars), grad, positions=positions, scale=scale, keep=keep)
         return *grads[:3], None, *grads[3:], *(None,) * 4
     learns_decay = any(ctx.needs_input_grad[4:7])
-    dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
-        grad, q, k, v, stats, *tensors, *ctx.options, learns_decay
-    )
+    inputs = (grad, q, k, v, out, stats)
+    if ctx.kept is None:
+        dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
+            *inputs, positions, *scalars, seed, *ctx.options, learns_decay
+        )
+    else:
+        log_gamma, alpha, prefix_gamma = scalars
+        decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
+        dq, dk, dv, d_decay = _run_backward(*inputs, decay, alpha, seed, scale, dropout_p, learns_decay, ctx.kept)
     if not learns_decay:
         return dq, dk, dv, *(None,) * 8
-    d_prefix = None if tensors[3] is None else d_decay[-2]
+    d_prefix = None if scalars[2] is None else d_decay[-2]
     return dq, dk, dv, None, d_decay[:-2], d_decay[-1], d_prefix, *(None,) * 4
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+class _Decayed(torch.autograd.Function):
+    """The operator without its dispatcher, which takes longer than the kernels of a small call; it keeps tables."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *inputs, tables = inputs
+        q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, prefix, scale, dropout_p = inputs
+        if not q.numel():
+            out, stats = outputs(q)
+            _setup_context(ctx, inputs, (out, stats))
+            return out
+        decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
+        learns = any(ctx.needs_input_grad[4:7])
+        kept = None if learns else _kept(decay, q, tables)
+        out, stats, table = _run_forward(q, k, v, decay, alpha, seed, scale, dropout_p, kept)
+        _setup_context(ctx, inputs, (out, stats))
+        if (
+            kept is None
+            and any(ctx.needs_input_grad)
+            and table.shape[0] == decay.heads
+            and table.shape[1] == decay.side
+        ):
+            # The backward pass finds it, if there is room.
+            kept = DecayTable(table, None) if _fits(q.device, table.nbytes) else None
+        ctx.kept = kept
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple:
+        return *_differentiate(ctx, grad), None

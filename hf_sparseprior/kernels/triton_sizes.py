@@ -27,19 +27,42 @@ DIAGONAL = {
     "diagonal_backward": {"elements": 2048, "num_warps": 8},
 }
 MAX_ROWS = 128
-# Over all pairs: rows and keys, forward and backward, by bytes of an element and padded head width. Registers do not
-# spill (except 312 bytes of `_backward_delta` at the third entry and 8 at the fourth) and a block fits into shared
-# memory.
+# Over all pairs: rows, keys, warps and stages, by bytes of an element and padded head width.
 DECAYED = {
-    (2, 64): {"decayed_forward": (64, 64), "decayed_backward": (64, 32), "num_warps": 4, "num_stages": 2},
-    (2, 128): {"decayed_forward": (64, 32), "decayed_backward": (32, 32), "num_warps": 4, "num_stages": 2},
-    (2, 256): {"decayed_forward": (32, 32), "decayed_backward": (32, 32), "num_warps": 4, "num_stages": 1},
-    (4, 64): {"decayed_forward": (32, 32), "decayed_backward": (32, 16), "num_warps": 8, "num_stages": 1},
-    (4, 128): {"decayed_forward": (32, 16), "decayed_backward": (16, 16), "num_warps": 8, "num_stages": 1},
-    (4, 256): {"decayed_forward": (16, 16), "decayed_backward": (16, 16), "num_warps": 8, "num_stages": 1},
+    (2, 64): {
+        "decayed_forward": (64, 64, 4, 3),
+        "decayed_backward": (64, 128, 8, 2),
+        "decayed_gradients": (64, 64, 4, 3),
+    },
+    (2, 128): {
+        "decayed_forward": (64, 32, 4, 2),
+        "decayed_backward": (32, 64, 8, 1),
+        "decayed_gradients": (64, 32, 4, 2),
+    },
+    (2, 256): {
+        "decayed_forward": (32, 32, 4, 1),
+        "decayed_backward": (32, 32, 8, 1),
+        "decayed_gradients": (32, 32, 4, 1),
+    },
+    (4, 64): {
+        "decayed_forward": (32, 32, 8, 1),
+        "decayed_backward": (32, 32, 8, 1),
+        "decayed_gradients": (32, 32, 8, 1),
+    },
+    (4, 128): {
+        "decayed_forward": (32, 16, 8, 1),
+        "decayed_backward": (16, 16, 8, 1),
+        "decayed_gradients": (16, 16, 8, 1),
+    },
+    (4, 256): {
+        "decayed_forward": (16, 16, 8, 1),
+        "decayed_backward": (16, 16, 8, 1),
+        "decayed_gradients": (16, 16, 8, 1),
+    },
 }
-KERNELS = (*DIAGONAL, "decayed_forward", "decayed_backward")
-LARGEST = {"ROWS": 1024, "KEYS": 1024, "num_warps": 32, "num_stages": 8}
+KERNELS = (*DIAGONAL, "decayed_forward", "decayed_backward", "decayed_gradients")
+LARGEST_BLOCK = 128  # rows or keys over all pairs: tables of a decay are filled up to whole blocks of it
+LARGEST = {"ROWS": 1024, "KEYS": LARGEST_BLOCK, "num_warps": 32, "num_stages": 8}
 VARIABLE = "SPARSEPRIOR_TRITON_TABLE"
 
 Sizes = dict[str, int]
@@ -73,9 +96,8 @@ def default_sizes(kernel: str, element_size: int, columns: int) -> Sizes:
     if kernel in DIAGONAL:
         settings = DIAGONAL[kernel]
         return {"ROWS": max(1, min(MAX_ROWS, settings["elements"] // columns)), "num_warps": settings["num_warps"]}
-    table: dict[str, Any] = DECAYED[element_size, max(64, columns)]
-    rows, keys = table[kernel]
-    return {"ROWS": rows, "KEYS": keys, "num_warps": table["num_warps"], "num_stages": table["num_stages"]}
+    names = ("ROWS", "KEYS", "num_warps", "num_stages")
+    return dict(zip(names, DECAYED[element_size, max(64, columns)][kernel], strict=True))
 
 
 def entry_key(kernel: str, element_size: int, columns: int) -> str:
@@ -118,8 +140,9 @@ def _checked(key: str, sizes: Any) -> Sizes:
     kernel, element_size, columns = key.split()
     numbers = {name: int(sizes[name]) for name in default_sizes(kernel, int(element_size), int(columns))}
     for name, value in numbers.items():
-        if not 1 <= value <= LARGEST[name]:
-            raise ValueError(f"{name}={value} must be 1 to {LARGEST[name]}")
+        largest = LARGEST["KEYS" if kernel not in DIAGONAL and name == "ROWS" else name]
+        if not 1 <= value <= largest:
+            raise ValueError(f"{name}={value} must be 1 to {largest}")
         if name != "num_stages" and value & (value - 1):
             raise ValueError(f"{name}={value} must be a power of 2")
     return numbers

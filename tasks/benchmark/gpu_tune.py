@@ -23,7 +23,8 @@ CANDIDATES: dict[str, list[tuple[int, ...]]] = {
         (128, 64, 8, 2),
         (128, 64, 8, 3),
     ],
-    "decayed_backward": [(32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2)],
+    "decayed_backward": [(32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 1)],
+    "decayed_gradients": [(64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)],
 }
 BETTER = 0.97  # of the default's time, or the default stays
 

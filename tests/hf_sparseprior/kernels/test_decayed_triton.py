@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.attention.functional import attention, run_plan
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
+from hf_sparseprior.kernels import triton_device
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 
 pytestmark = pytest.mark.slow
 
@@ -24,39 +28,89 @@ def test_agrees_with_the_reference(kernels, decay):
 
 
 @pytest.fixture
-def with_table(monkeypatch):
-    """M is made once for all images, as for many images of few tokens."""
+def small_blocks(monkeypatch):
+    """Tables are filled up to blocks of 32, which float32 has."""
+    monkeypatch.setattr("hf_sparseprior.kernels.decayed_triton.LARGEST_BLOCK", 32)
+
+
+def kept_decay(kernels, heads=2, grid=(3, 4)):
+    """Attention of one plan with a decay that needs no gradients; the plan, the scalars, and q, k and v."""
+    leaves = kernels.make(grid, 1, heads=heads, decay="manhattan")
+    resolved = {"name": "manhattan", **DECAYS["manhattan"].SETTINGS}
+    plan = AttentionPlan(LayerKey(heads, grid), 1, resolve_support("dense", heads, 12), resolved)
+    scalars = {name: leaf for name, leaf in leaves.items() if name not in "qkv"}
+    tokens = [leaves[name].requires_grad_() for name in "qkv"]
+
+    def run(backend="triton"):
+        wide = [x.double() for x in tokens] if backend == "reference" else tokens
+        decay = resolved | {n: x.double() if backend == "reference" else x for n, x in scalars.items()}
+        out = run_plan(AttentionRequest(*wide, plan, decay), backend=backend)[0]
+        return [out.detach(), *torch.autograd.grad(out, wide, torch.ones_like(out))]
+
+    return plan, scalars, run
+
+
+def test_a_table_of_a_frozen_decay_stays_until_its_scalars_change(kernels, small_blocks):
+    plan, scalars, run = kept_decay(kernels)
+    first = run()
+    (kept,) = plan.decay_tables.values()
+    assert kept.table.shape == (2, 32, 32)
+    assert all(map(torch.equal, first, run()))
+    # Read and not made again: what is written into it is seen.
+    kept.table[:, 1:13, 1:13] = 0
+    assert not torch.allclose(run()[0], first[0])
+    for name in ("beta", "prefix_beta"):  # as an optimizer would not, and a count of versions would not see
+        scalars[name].data.add_(0.5)
+        for found, expected in zip(run(), run("reference"), strict=True):
+            kernels.check_close(name, found, expected, torch.float32)
+    assert list(plan.decay_tables.values()) == [kept]
+
+
+def test_a_decay_changed_between_forward_and_backward_is_that_of_forward(kernels, small_blocks):
+    plan, scalars, run = kept_decay(kernels)
+    leaves = kernels.make((3, 4), 1, seed=3)
+    q, k, v = (leaf.requires_grad_() for leaf in leaves.values())
+    decay = {"name": "manhattan", **DECAYS["manhattan"].SETTINGS, **scalars}
+    before = run()
+    out = run_plan(AttentionRequest(q, k, v, plan, decay), backend="triton")[0]
+    expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    kept = scalars["beta"].clone()
+    scalars["beta"].data.add_(1)
+    assert not torch.equal(run()[0], before[0])
+    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), torch.ones_like(out)), expected))
+    scalars["beta"].data.copy_(kept)
+    assert all(map(torch.equal, run(), before))
+
+
+def test_memory_of_tables_has_a_limit(kernels, small_blocks, monkeypatch):
     decayed_triton = pytest.importorskip("hf_sparseprior.kernels.decayed_triton")
-    made, table = [], decayed_triton._decay_table
-    monkeypatch.setattr(decayed_triton, "TABLE_IMAGES", 1)
-    monkeypatch.setattr(decayed_triton, "_decay_table", lambda *inputs: made.append(table(*inputs)) or made[-1])
-    return made
+    device = torch.device(kernels.device)
+    used = decayed_triton._in_use.get(device, 0)
+    plan, _, run = kept_decay(kernels)
+    whole = run()
+    assert decayed_triton._in_use[device] - used == 2 * 32 * 32 * 4
+    plan.decay_tables.clear()
+    assert decayed_triton._in_use[device] == used
+    monkeypatch.setattr(triton_device, "_decay_memory", used + 2 * 32 * 32 * 4 - 1)
+    assert all(map(torch.equal, run(), whole)) and not plan.decay_tables
+    with pytest.raises(ValueError, match="decay memory of -1 bytes must be 0 or more"):
+        triton_device.set_decay_memory(-1)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_a_table_of_the_decay_changes_no_bit(kernels, with_table, monkeypatch, decay):
-    decayed_triton = pytest.importorskip("hf_sparseprior.kernels.decayed_triton")
-    for grid, prefix in (((5, 7), 1), ((2, 3), 0)):
-        leaves = kernels.make(grid, prefix, decay=decay, batch=2)
-        monkeypatch.setattr(decayed_triton, "TABLE_IMAGES", 2)
-        read = kernels.run(leaves, "dense", decay, grid, prefix)
-        tokens = prefix + grid[0] * grid[1]
-        assert [tuple(table.shape) for table in with_table] == [(2, tokens, tokens)] * 2
-        monkeypatch.setattr(decayed_triton, "TABLE_IMAGES", 3)
-        made = kernels.run(leaves, "dense", decay, grid, prefix)
-        assert with_table[2:] == [None, None]
-        assert [name for name in made if not torch.equal(made[name], read[name])] == []
-        with_table.clear()
-
-
-def test_a_table_agrees_with_the_reference_and_has_a_limit(kernels, with_table, monkeypatch):
-    leaves = kernels.make((5, 7), 2, decay="violin")
-    kernels.check(leaves, "dense", "violin", (5, 7), 2)
-    assert with_table and all(table is not None for table in with_table)
-    with_table.clear()
-    monkeypatch.setattr("hf_sparseprior.kernels.decayed_triton.TABLE_BYTES", 4 * 2 * 37**2 - 1)
-    kernels.run(leaves, "dense", "violin", (5, 7), 2)
-    assert with_table == [None, None]
+@pytest.mark.parametrize("size", [32 * 64 * 4, 64 * 64 * 4, 2 * 64 * 64 * 4])
+def test_parts_of_a_table_give_what_the_whole_gives(kernels, small_blocks, monkeypatch, size):
+    """32 rows of one head at a time, one head at a time, two of three heads at a time."""
+    leaves = kernels.make((5, 7), 1, heads=3, width=2, decay="manhattan")
+    whole = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
+    tables, parts = [], pytest.importorskip("hf_sparseprior.kernels.decayed_triton")._Part
+    monkeypatch.setattr(
+        "hf_sparseprior.kernels.decayed_triton._Part", lambda *part: tables.append(part[0].nbytes) or parts(*part)
+    )
+    monkeypatch.setattr(triton_device, "_decay_memory", size)
+    found = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
+    assert max(tables) == size and len(tables) == 2 * -(-3 * 64 * 64 * 4 // size)
+    for name, value in whole.items():  # sums of dq are taken in another order
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
