@@ -20,6 +20,7 @@ import numpy as np
 from hf_sparseprior.analysis import app_figures
 from hf_sparseprior.base.families import presets
 from hf_sparseprior.cli.command import USER_ERRORS, one_line
+from hf_sparseprior.cli.image_files import decode_image
 from hf_sparseprior.priors.prior import prior_names
 
 MODELS = ("vit_tiny fibottention", "vit_tiny violin")  # if none are given
@@ -154,7 +155,8 @@ def _attention_page(gradio: Any, answering: Callable, first: str, second: str) -
             "its prior, not what attention learns."
         )
         with gradio.Row():
-            image = gradio.Image(type="numpy", label="image", height=220, elem_id="image")
+            # As a file: gradio's own reading cuts off 16-bit images.
+            image = gradio.Image(type="filepath", image_mode=None, label="image", height=220, elem_id="image")
             with gradio.Column():
                 first_box = gradio.Textbox(first, label=f"first model: {label}")
                 second_box = gradio.Textbox(second, label="second model, or nothing")
@@ -170,14 +172,14 @@ def _attention_page(gradio: Any, answering: Callable, first: str, second: str) -
 
 def show_attention(
     out: Path,
-    image: np.ndarray | None,
+    image: str | None,
     first: str,
     second: str,
     layer: float | None,
     row: float | None,
     column: float | None,
 ) -> str:
-    """The picture of the attention of one or two models."""
+    """The picture of the attention of one or two models over the image in a file."""
     if image is None:
         raise ValueError("give an image")
     number = whole(layer, "layer", 1, MOST_LAYERS)
@@ -187,7 +189,8 @@ def show_attention(
     if not (given := [name for name in (first, second) if name.strip()]):
         raise ValueError("give a model")
     models = [app_figures.open_model(name) for name in given]
-    return str(app_figures.attention_picture(image, models, out, number, place if all(place) else None))
+    pixels = np.asarray(decode_image(image, Path(image).name))
+    return str(app_figures.attention_picture(pixels, models, out, number, place if all(place) else None))
 
 
 def _time_page(gradio: Any, answering: Callable) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparseprior.cli.image_files import PassedOver, images_below, is_hidden
+from hf_sparseprior.cli.image_files import HIDDEN, PassedOver, as_text, decode_image, images_below, is_hidden
 
 BATCH = 16  # images that are classified together
 
@@ -29,12 +29,17 @@ def read_class_folders(folder: str | os.PathLike, classes: Sequence[str]) -> lis
     folder, labelled, passed_over = Path(folder), [], PassedOver()
     if not folder.is_dir():
         raise OSError(f"--images {folder} is no folder")
-    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name)):
-        if class_folder.name not in classes:
-            names = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-            raise ValueError(f"--images: {class_folder} must be named as a class of the model: {names}")
+    for class_folder in sorted(folder.iterdir()):
+        if is_hidden(class_folder.name) or not class_folder.is_dir():
+            reason = HIDDEN if is_hidden(class_folder.name) else "of no class"
+            passed_over.add(reason, str(class_folder))
+            continue
+        name = as_text(class_folder.name)
+        if name not in classes:
+            known = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+            raise ValueError(f"--images: {class_folder} must be named as a class of the model: {known}")
         files = sorted(map(Path, images_below(class_folder, passed_over)))
-        labelled += [(path, classes.index(class_folder.name)) for path in files]
+        labelled += [(path, classes.index(name)) for path in files]
     if (line := passed_over.line()) is not None:
         print(line, flush=True)
     if not labelled:
@@ -43,26 +48,17 @@ def read_class_folders(folder: str | os.PathLike, classes: Sequence[str]) -> lis
 
 
 def read_image(file: Path, processor: Any, num_channels: int) -> Any:
-    """An image as the processor takes it: 8 bits, one channel or three, turned as it says itself unless the settings
-    of the processor ignore that.
+    """An image as the processor takes it: 8 bits, one channel or three, decoded as the settings of the processor say.
 
     Raises:
-        OSError: if it cannot be read. ValueError: if it has more than 8 bits a channel, or the model another number of
-            channels.
+        OSError: if it cannot be read. ValueError: if it has more than 8 bits a channel and the settings do not scale
+            them, or the model another number of channels.
     """
-    from PIL import Image, ImageOps
-
     if num_channels not in (1, 3):
         raise ValueError(f"--images: image files have 1 or 3 channels, and the model takes {num_channels}")
-    try:
-        with Image.open(file) as image:
-            if image.mode.startswith("I"):
-                raise ValueError(f"{file} has more than 8 bits a channel")
-            if getattr(processor, "exif", "apply") == "apply":
-                ImageOps.exif_transpose(image, in_place=True)
-            return image.convert("RGB" if num_channels == 3 else "L")
-    except OSError as error:
-        raise OSError(f"{file} is not a readable image ({type(error).__name__})") from None
+    # Models that were trained with depth16=refuse, and those of others, have not seen scaled images.
+    settings = {"exif": getattr(processor, "exif", "apply"), "depth16": getattr(processor, "depth16", "refuse")}
+    return decode_image(file, str(file), **settings).convert("RGB" if num_channels == 3 else "L")
 
 
 def accuracies(

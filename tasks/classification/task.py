@@ -62,7 +62,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         classes=data.classes,
         datasets=inputs.datasets,
         description=inputs.description,
-        split_names=data_config.split_names,
+        split_names={**data_config.split_names, **data.origins},
         save_processor=inputs.processor.save_pretrained,
         train_sampler=inputs.train_sampler,
         train_collator=inputs.train_collator,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from hf_sparseprior.cli.image_files import ENDINGS, NO_IMAGE, PassedOver, images_below, is_image
 
 MOST_CLASSES = 254  # labels of a PNG are bytes: 0 is unlabelled, and 255 is ignored
 
@@ -27,6 +30,30 @@ def read_classes(folder: str | Path) -> tuple[str, ...]:
     if len(set(classes)) < len(classes):
         raise ValueError(f"{path} names {next(name for name in classes if classes.count(name) > 1)!r} twice")
     return classes
+
+
+def annotated_images(
+    folder: str | Path, split: str, passed_over: PassedOver, ending: str | None = None, label_ending: str = ".png"
+) -> list[tuple[str, str]]:
+    """Paths of the images below images/SPLIT, sorted, and of what should be their labels below annotations/SPLIT.
+
+    Args:
+        passed_over: what is no image is counted in it.
+        ending: how names of images end, in any case; None: as images do. label_ending: how names of labels end.
+
+    Raises:
+        OSError: if there are no images.
+    """
+    images, labels = (os.path.join(folder, part, split) for part in ("images", "annotations"))
+    wanted = is_image if ending is None else lambda name: name.lower().endswith(str(ending).lower())
+    files = sorted(images_below(images, passed_over, wanted, f"not {ending}" if ending else NO_IMAGE))
+    if not files:
+        raise OSError(
+            f"{images} holds no {ending} images" if ending else f"{images} holds no images ({', '.join(ENDINGS)})"
+        )
+    cut = -len(ending) if ending else None
+    stems = [os.path.relpath(file[:cut] if cut else os.path.splitext(file)[0], images) for file in files]
+    return [(file, os.path.join(labels, stem + label_ending)) for file, stem in zip(files, stems, strict=True)]
 
 
 def check_are_there(files: Iterable[str | Path]) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_sparseprior.cli.command import USER_ERRORS, report_error
+from hf_sparseprior.cli.image_files import PassedOver, printable
 
 
 class RunStopped(Exception):
@@ -41,21 +42,32 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
     return 0
 
 
-def tell_data(examples: str, splits: Mapping[str, tuple[int | None, str]], classes: int | None = None) -> None:
+def tell_passed_over(*readers: PassedOver) -> None:
+    """Print in one line what readers of a run's data left out, if they did. For one process of a run."""
+    together = PassedOver()
+    for passed_over in readers:
+        together.join(passed_over)
+    if (line := together.line()) is not None:
+        print(line, flush=True)
+
+
+def tell_data(
+    examples: str, splits: Mapping[str, tuple[int | None, str]], classes: Sequence[str] | None = None
+) -> None:
     """Print what a run is about to learn from and what it is judged by, in one line.
 
     Args:
         examples: what the data consists of, such as "images".
-        splits: {"trains", "validates" or "tests": (number of examples, name of the split)}; a number is None where the
-            data does not say it, and a part that a run does not have is left out.
-        classes: how many there are; None where there are none.
+        splits: {"trains", "validates" or "tests": (number of examples, where the split comes from)}; a number is None
+            where the data does not say it, and a part that a run does not have is left out.
+        classes: their names; None where there are none.
     """
     parts: list[str] = []
     for does, (count, name) in splits.items():
         number = "an unknown number of" if count is None else count
         noun = examples.removesuffix("s") if count == 1 else examples
-        known = f" of {classes} classes" if classes is not None and not parts else ""
-        parts.append(f"{does} on {number} {noun}{known} ({name})")
+        known = f" of {len(classes)} classes {short(classes)}" if classes is not None and not parts else ""
+        parts.append(f"{does} on {number} {noun}{known} ({printable(name)})")
     print(", ".join(parts), flush=True)
 
 

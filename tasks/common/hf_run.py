@@ -78,7 +78,7 @@ class Prepared:
     datasets: train, validation and test, for `torch.utils.data.DataLoader`. One that prepares its examples once has
         `fill_cache(show_progress)`, which is called before the first step.
     description: describes the data, for results.json.
-    split_names: what the data itself calls a split, where that is something else.
+    split_names: what the data itself calls a split, or where it comes from, where that is something else.
     save_processor: writes the image processor of evaluation into a folder.
     train_sampler: order of the training examples; None for streams.
     train_collator, eval_collator: make batches; None: the Trainer's own.
@@ -302,7 +302,7 @@ def tell_splits(task: HFTask, prepared: Prepared, judged: bool) -> None:
         )
         for does, split in parts.items()
     }
-    tell_data(task.examples, splits, len(prepared.classes))
+    tell_data(task.examples, splits, prepared.classes)
 
 
 def _size(dataset: Any, views: int) -> int | None:

@@ -20,6 +20,7 @@ from mmengine.dataset import DefaultSampler
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from hf_sparseprior.cli.image_files import PassedOver, count_unlisted
 from tasks.common.annotated_folders import check_are_there
 from tasks.common.coco import annotation_damage
 from tasks.common.mm.hooks import Draw
@@ -115,6 +116,10 @@ class CheckedCocoDataset(CocoDataset):
         if not entries:
             raise ValueError(f"{self.ann_file} has no images")
         check_are_there(entry["img_path"] for entry in entries)
+        self.passed_over = PassedOver()
+        if folder := self.data_prefix.get("img"):
+            listed = (entry["img_path"] for entry in entries)
+            count_unlisted(folder, listed, os.path.basename(self.ann_file), self.passed_over)
         self._metainfo["ann_file"] = self.ann_file  # for the metric
         return entries
 
@@ -127,10 +132,13 @@ class CheckedCocoDataset(CocoDataset):
         return super().parse_data_info(raw_data_info)
 
     def filter_data(self) -> list[dict]:
-        """The images that `filter_cfg` leaves."""
+        """The images that `filter_cfg` leaves; the others are counted."""
         found = super().filter_data()
         if not found:
             raise ValueError(f"{self.ann_file}: filter_cfg={dict(self.filter_cfg)} leaves none of its images")
+        kept = {entry["img_path"] for entry in found}
+        for path in (entry["img_path"] for entry in self.data_list if entry["img_path"] not in kept):
+            self.passed_over.add("dropped by filter_cfg", path)
         return found
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.utils.data import Dataset
 
+from hf_sparseprior.cli.image_files import PassedOver, count_unlisted, decode_image
 from hf_sparseprior.training.sampling import Draw
-from tasks.common.annotated_folders import check_are_there, read_classes
+from tasks.common.annotated_folders import annotated_images, check_are_there, read_classes
 from tasks.common.coco import CocoFile, read_coco
 from tasks.common.mm.scenes import write_scenes
 from tasks.heads.config import DataConfig
 from tasks.heads.kinds import IGNORED, Kind, targets
 
 SPLITS = {"train": "training", "validation": "validation", "test": "test"}
-SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def prepare_folder(config: DataConfig) -> Path:
@@ -42,6 +42,8 @@ class PixelClasses(Dataset):
     Args:
         folder: of the data. split: train, validation or test.
 
+    `passed_over` counts what was left out.
+
     Raises:
         OSError: for a missing list of classes, a split without images, or an image without annotations.
         ValueError: for a list of classes that cannot be learned.
@@ -49,12 +51,10 @@ class PixelClasses(Dataset):
 
     def __init__(self, folder: Path, split: str) -> None:
         self.classes = list(read_classes(folder))
-        self.split, own = split, SPLITS[split]
-        self.annotations = folder / "annotations" / own
-        self.files = sorted(file for file in (folder / "images" / own).glob("*") if file.suffix.lower() in SUFFIXES)
-        if not self.files:
-            raise OSError(f"{folder / 'images' / own} holds no images ({', '.join(SUFFIXES)})")
-        check_are_there(self.annotations / f"{file.stem}.png" for file in self.files)
+        self.split, self.passed_over = split, PassedOver()
+        found = annotated_images(folder, SPLITS[split], self.passed_over)
+        self.files, self.annotations = [Path(file) for file, _ in found], [Path(labels) for _, labels in found]
+        check_are_there(self.annotations)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -69,8 +69,8 @@ class PixelClasses(Dataset):
         Raises:
             OSError: for a missing or broken file. ValueError: for another size than the image's, or an unknown label.
         """
-        path = self.annotations / f"{self.files[index].stem}.png"
-        labels = np.asarray(open_image(path))
+        path = self.annotations[index]
+        labels = np.asarray(open_labels(path))
         if labels.shape != (size := self.image(index).shape[:2]):
             raise ValueError(f"{path} of shape {labels.shape} must be one channel of the image's {size}")
         known = labels[labels != IGNORED]
@@ -87,6 +87,8 @@ class Objects(Dataset):
         with_objects: leave images without objects out, as detectors do in training.
         with_mask: whether every object has to have a mask; without one it is that of the box.
 
+    `passed_over` counts what was left out, images that the file does not list among them.
+
     Raises:
         OSError: for a missing image. ValueError: for a bad annotation file, or one without objects.
     """
@@ -96,7 +98,15 @@ class Objects(Dataset):
         self.coco: CocoFile = read_coco(folder / "annotations" / f"instances_{SPLITS[split]}.json", with_mask)
         self.classes = list(self.coco.categories.values())
         self.numbers = {key: number for number, key in enumerate(self.coco.categories)}
-        self.images = [entry for entry in self.coco.images if self.coco.annotations[entry["id"]] or not with_objects]
+        self.passed_over = PassedOver()
+        listed = (str(self.folder / entry["file_name"]) for entry in self.coco.images)
+        count_unlisted(self.folder, listed, self.coco.path.name, self.passed_over)
+        self.images = []
+        for entry in self.coco.images:
+            if self.coco.annotations[entry["id"]] or not with_objects:
+                self.images.append(entry)
+            else:
+                self.passed_over.add("without objects", str(self.folder / entry["file_name"]))
         found = (annotation for own in self.coco.annotations.values() for annotation in own)
         if all(annotation.get("iscrowd") for annotation in found):
             raise ValueError(f"{self.coco.path} has no image with objects, crowds aside; nothing could be measured")
@@ -180,8 +190,8 @@ def same_classes(sources: Sequence[Any]) -> list[str]:
     return list(sources[0].classes)
 
 
-def open_image(path: Path) -> Image.Image:
-    """A whole image, which is read.
+def open_labels(path: Path) -> Image.Image:
+    """A whole image of labels as it is stored, which is read.
 
     Raises:
         OSError: for a missing or broken file; the message names it.
@@ -193,9 +203,9 @@ def open_image(path: Path) -> Image.Image:
     except FileNotFoundError:
         raise OSError(f"{path} is missing") from None
     except (OSError, ValueError, SyntaxError) as error:  # Pillow's plugins raise all of them for broken files
-        raise OSError(f"{path} cannot be read as an image ({str(error).splitlines()[0]})") from None
+        raise OSError(f"{path} is not a readable image ({str(error).splitlines()[0]})") from None
 
 
 def read_rgb(path: Path) -> np.ndarray:
-    """An image, uint8 RGB (height, width, 3), turned as its EXIF orientation says, as pipelines do."""
-    return np.asarray(ImageOps.exif_transpose(open_image(path)).convert("RGB"))
+    """An image, uint8 RGB (height, width, 3), turned as its EXIF orientation says, as pipelines do (`decode_image`)."""
+    return np.asarray(decode_image(path, str(path)))

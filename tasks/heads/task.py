@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from hf_sparseprior.models import heads
 from hf_sparseprior.models.pretrained import weights_sha256
 from hf_sparseprior.saving.card import model_index
 from hf_sparseprior.training import SparsePriorTrainer
+from tasks.common.command import tell_passed_over
 from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler
 from tasks.common.hf_run import Prepared as PreparedRun
@@ -186,6 +188,8 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
         folder = prepare_folder(data_config)
     sources = {split: read_source(kind, folder, split) for split in ("train", "validation", "test")}
     classes = same_classes(list(sources.values()))
+    if PartialState().is_main_process:
+        tell_passed_over(*(source.passed_over for source in sources.values()))
     set_seed(arguments.seed)
     model = build_model(config, classes)
     backbone = heads.backbone_of(model).config
@@ -244,6 +248,8 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     kind = KINDS[name_of(folder)]
     data_folder = prepare_folder(DataConfig(**config["data"]))
     source = read_source(kind, data_folder, split)
+    if PartialState().is_main_process:
+        tell_passed_over(source.passed_over)
     processor = make_processor(kind, heads.backbone_of(model).config)
     return Split(Prepared(source, kind, processor), source.classes, f"{data_folder.name} ({len(source)} {split})")
 

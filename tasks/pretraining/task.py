@@ -86,7 +86,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         classes=data.classes,
         datasets=datasets,
         description=_description(data, datasets),
-        split_names=data_config.split_names,
+        split_names=data.origins,
         save_processor=processor.save_pretrained,
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
         trainer_class=DinoTrainer,

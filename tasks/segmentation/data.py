@@ -10,7 +10,8 @@ from mmseg.datasets import BaseSegDataset
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, TRANSFORMS
 
-from tasks.common.annotated_folders import check_are_there, read_classes
+from hf_sparseprior.cli.image_files import PassedOver
+from tasks.common.annotated_folders import annotated_images, check_are_there, read_classes
 from tasks.common.mm.pictures import class_colours
 from tasks.common.mm.reading import CHECKED, read_image
 
@@ -26,18 +27,16 @@ class FolderSegmentation(BaseSegDataset):
     Args:
         data_root: the folder.
         split: name of the folder in images and annotations.
-        img_suffix: how names of images end.
+        img_suffix: how names of images end, in any case.
         options: further options of `BaseSegDataset`.
 
     Raises:
-        OSError: for a missing folder or list of classes.
+        OSError: for a split without images, or a missing list of classes.
     """
 
     def __init__(self, data_root: str, split: str, img_suffix: str = ".png", **options: Any) -> None:
         classes = read_classes(data_root)
-        images = Path(data_root) / "images" / split
-        if not images.is_dir() or not any(images.glob(f"*{img_suffix}")):
-            raise OSError(f"{images} holds no {img_suffix} images")
+        self.split, self.passed_over = split, PassedOver()
         super().__init__(
             data_root=data_root,
             data_prefix={"img_path": f"images/{split}", "seg_map_path": f"annotations/{split}"},
@@ -48,8 +47,15 @@ class FolderSegmentation(BaseSegDataset):
         )
 
     def load_data_list(self) -> list[dict]:
-        """One entry for each image, whose files are there."""
-        entries = super().load_data_list()
+        """One entry for each image, whose files are there. `passed_over` counts what else lies next to them."""
+        if self.ann_file and not Path(self.ann_file).is_dir():
+            entries = super().load_data_list()
+        else:
+            found = annotated_images(self.data_root, self.split, self.passed_over, self.img_suffix, self.seg_map_suffix)
+            shared = {"label_map": self.label_map, "reduce_zero_label": self.reduce_zero_label}
+            entries = [
+                {"img_path": image, "seg_map_path": labels, **shared, "seg_fields": []} for image, labels in found
+            ]
         check_are_there(entry["seg_map_path"] for entry in entries)
         return entries
 

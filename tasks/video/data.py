@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -15,9 +16,10 @@ from tqdm.auto import tqdm
 
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import Draw
+from tasks.common.command import tell_passed_over
 from tasks.common.config import FINAL
 from tasks.common.images.randaugment import Policy, randaugment
-from tasks.video.config import AugmentationConfig, DataConfig
+from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
 from tasks.video.decoding import count_frames, read_frames, sample_indices, segment_indices
 from tasks.video.sources import READERS
 
@@ -43,11 +45,15 @@ class Videos:
 
 @dataclass
 class VideoData:
-    """classes: names in the order of the labels; splits: train, validation, test; name: source and folder."""
+    """classes: names in the order of the labels; splits: train, validation, test; name: source and folder.
+
+    origins: where splits come from, as a run says it, where that is something else than their names.
+    """
 
     classes: list[str]
     splits: dict[str, Videos]
     name: str
+    origins: dict[str, str] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
@@ -64,6 +70,8 @@ def load_data(config: DataConfig) -> VideoData:
         ValueError, OSError: the message names the folder, list or line that is missing, empty or mislabelled.
     """
     listing, folder = READERS[config.source](config), Path(config.path or "")
+    if PartialState().is_main_process:
+        tell_passed_over(listing.passed_over)
     classes = listing.classes or sorted({name for _, name in listing.splits["train"]})
     numbers = {name: number for number, name in enumerate(classes)}
     splits = {}
@@ -74,7 +82,9 @@ def load_data(config: DataConfig) -> VideoData:
         splits[split] = Videos([path for path, _ in pairs], labels)
     if config.stage == FINAL:
         splits["train"] = joined(splits["train"], splits["validation"])
-    return VideoData(classes, splits, f"{config.source} {folder.name}")
+        origins = {split: listing.origins.get(split, split) for split in SPLITS}
+        listing.origins = {**origins, "train": f"{origins['train']} and {origins['validation']}"}
+    return VideoData(classes, splits, f"{config.source} {folder.name}", listing.origins)
 
 
 def joined(first: Videos, second: Videos) -> Videos:

@@ -7,34 +7,46 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.cli.image_files import HIDDEN, PassedOver, as_text, images_below, is_hidden
 from tasks.common.images.data import stratified_cut
+from tasks.common.images.sources.images import usual_name
 from tasks.common.locks import make_once
 from tasks.video.config import SPLITS, DataConfig
 from tasks.video.motion import check_clips, write_clips
 
-# Other names that a split has on disk: Kinetics' layout says val, its lists validate.
-ALIASES = {"validation": ("val", "validate")}
 ENDINGS = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".mpg", ".mpeg", ".m4v")
 # Share of the published training videos that validates where the published validation set is the test.
 VALIDATION_FRACTION = 0.05
+ON_VALIDATION = {
+    "validation": f"{100 * VALIDATION_FRACTION:g} % cut from train",
+    "test": "the published validation videos",
+}
+NO_VIDEO = "no video"
 
 Named = list[tuple[Path, str]]
 
 
 @dataclass
 class Listing:
-    """splits: {split: files and their classes}. classes: in the order of the labels, if the source says it."""
+    """splits: {split: files and their classes}. classes: in the order of the labels, if the source says it.
+
+    passed_over: files and folders that were left out. origins: where splits come from, where the source has names.
+    """
 
     splits: dict[str, Named]
     classes: list[str] = field(default_factory=list)
+    passed_over: PassedOver = field(default_factory=PassedOver)
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 READERS: dict[str, Callable[[DataConfig], Listing]] = {}
@@ -55,8 +67,16 @@ def register_reader(name: str) -> Callable[[Callable[[DataConfig], Listing]], Ca
 
 @register_reader("folder")
 def folders(config: DataConfig) -> Listing:
-    """path/SPLIT/CLASS/*.mp4."""
-    return Listing({split: _found(Path(config.path or ""), split) for split in SPLITS})
+    """path/SPLIT/CLASS/*.mp4, with splits by their usual names."""
+    root, passed_over = Path(config.path or ""), PassedOver()
+    places = {split: _on_disk(root, split) for split in SPLITS}
+    splits = {split: _found(place, root, passed_over) for split, place in places.items()}
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if root / entry.name not in places.values():
+            kind = "folder" if entry.is_dir() else "file"
+            passed_over.add(HIDDEN if is_hidden(entry.name) else f"{kind} of no split", entry.path)
+    origins = {split: f"folder {place.name}" for split, place in places.items()}
+    return Listing(splits, passed_over=passed_over, origins=origins)
 
 
 @register_reader("motion")
@@ -72,30 +92,36 @@ def motion(config: DataConfig) -> Listing:
 @register_reader("csv")
 def lists(config: DataConfig) -> Listing:
     """lists/SPLIT.csv with the columns path and label."""
-    return Listing({split: _listed(config, split) for split in SPLITS})
+    tables = {split: _on_disk(Path(config.lists or ""), split, ".csv") for split in SPLITS}
+    origins = {split: table.name for split, table in tables.items()}
+    return Listing({split: _listed(config, table) for split, table in tables.items()}, origins=origins)
 
 
 def _on_disk(folder: Path, split: str, suffix: str = "") -> Path:
-    """The folder or list of a split, under its own name or, if that is missing, another one."""
-    own = folder / f"{split}{suffix}"
-    others = [folder / f"{name}{suffix}" for name in ALIASES.get(split, ())]
-    return own if own.exists() else next((other for other in others if other.exists()), own)
+    """The folder or list of a split, by a usual name of it; if there is none, by ours."""
+    within = os.listdir(folder) if folder.is_dir() else []
+    names = [name.removesuffix(suffix) for name in within if name.endswith(suffix) and not is_hidden(name)]
+    return folder / f"{usual_name(names, split, f'{folder}: one of them must go') or split}{suffix}"
 
 
-def _found(folder: Path, split: str) -> Named:
-    """Files and classes of folder/split/CLASS."""
-    path = _on_disk(folder, split)
+def _found(path: Path, root: Path, passed_over: PassedOver) -> Named:
+    """Files and classes of path/CLASS, sorted; what is no video is counted."""
     if not path.is_dir():
-        raise OSError(f"{path} is missing; videos lie in {folder}/{'|'.join(SPLITS)}/CLASS")
-    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in ENDINGS)
+        raise OSError(f"{path} is missing; videos lie in {root}/{'|'.join(SPLITS)}/CLASS")
+    files = [Path(file).relative_to(path) for file in images_below(path, passed_over, _is_video, NO_VIDEO)]
+    if stray := sorted(file for file in files if len(file.parts) == 1):
+        raise ValueError(f"{path / stray[0]} lies outside the class folders, so it has no label")
     if not files:
         raise OSError(f"{path} holds no videos in CLASS/*.mp4 ({', '.join(ENDINGS)})")
-    return [(path, path.parent.name) for path in files]
+    return [(path / file, as_text(file.parts[0])) for file in sorted(files)]
 
 
-def _listed(config: DataConfig, split: str) -> Named:
-    """Files and classes of lists/split.csv."""
-    path = _on_disk(Path(config.lists or ""), split, ".csv")
+def _is_video(name: str) -> bool:
+    return name.lower().endswith(ENDINGS)
+
+
+def _listed(config: DataConfig, path: Path) -> Named:
+    """Files and classes of a list."""
     rows = [(Path(config.path or "") / row["path"], row["label"]) for row in _rows(path, ("path", "label"))]
     if not rows:
         raise ValueError(f"{path} lists no videos")
@@ -116,11 +142,25 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
             yield row
 
 
-def _videos(folder: Path, pattern: str = "*") -> list[Path]:
-    """All videos below a folder, sorted."""
+def _videos(folder: Path, passed_over: PassedOver, pattern: str = "*") -> list[Path]:
+    """All videos below a folder, sorted; what is no video, or not named like `pattern`, is counted."""
     if not folder.is_dir():
         raise OSError(f"data.path={folder} is missing; it is the folder of the videos")
-    return sorted(file for file in folder.rglob(pattern) if file.suffix.lower() in ENDINGS)
+    found = []
+    for file in sorted(map(Path, images_below(folder, passed_over, _is_video, NO_VIDEO))):
+        if fnmatchcase(file.name, pattern):
+            found.append(file)
+        else:
+            passed_over.add(f"not named {pattern}", str(file))
+    return found
+
+
+def _not_listed(files: Iterable[Path], splits: Iterable[Named], passed_over: PassedOver) -> None:
+    """Count the videos that no list names."""
+    listed = {file for named in splits for file, _ in named}
+    for file in files:
+        if file not in listed:
+            passed_over.add("in no list", str(file))
 
 
 # ---- sets whose file names say who, where and what ------------------------------------------------------------------
@@ -136,13 +176,17 @@ class Recorded:
     camera: int
 
 
-def _split(config: DataConfig, videos: Iterable[Recorded], rule: Callable[[Recorded], str | None]) -> dict[str, Named]:
+def _split(
+    config: DataConfig, videos: Iterable[Recorded], rule: Callable[[Recorded], str | None], passed_over: PassedOver
+) -> dict[str, Named]:
     """{split: files and classes} by a rule that says a video's split, None for a video that is in none."""
     splits: dict[str, Named] = {split: [] for split in SPLITS}
     for video in videos:
         split = rule(video)
         if split is not None:
             splits[split].append((video.path, video.name))
+        else:
+            passed_over.add(f"of no split by data.protocol {config.protocol}", str(video.path))
     for split, named in splits.items():
         if not named:
             raise ValueError(
@@ -193,14 +237,14 @@ def smarthome(config: DataConfig) -> Listing:
             return "train"
         return {2: "test", 5: "validation"}.get(video.camera)
 
-    videos = []
-    for path in _videos(Path(config.path or "")):
+    videos, passed_over = [], PassedOver()
+    for path in _videos(Path(config.path or ""), passed_over):
         # A few names lack the v of the view.
         match = re.fullmatch(r"(.+)_p(\d+)_r\d+_v?\d+_c(\d+)", path.stem)
         if match is None or match[1] not in SMARTHOME_CLASSES:
             raise ValueError(f"{path} must be called like Cook.Cleandishes_p02_r00_v02_c03.mp4, of a Smarthome class")
         videos.append(Recorded(path, match[1], int(match[2]), int(match[3])))
-    return Listing(_split(config, videos, rule), list(classes))
+    return Listing(_split(config, videos, rule, passed_over), list(classes), passed_over)
 
 
 NUCLA_CLASSES = {
@@ -229,13 +273,13 @@ def nucla(config: DataConfig) -> Listing:
             return "test"
         return "validation" if video.subject == validating else "train"
 
-    videos = []
-    for path in _videos(Path(config.path or "")):
+    videos, passed_over = [], PassedOver()
+    for path in _videos(Path(config.path or ""), passed_over):
         match, action = re.fullmatch(r"v(\d+)_s(\d+)_e\d+", path.stem), re.fullmatch(r"a(\d+)", path.parent.name)
         if match is None or action is None or int(action[1]) not in NUCLA_CLASSES:
             raise ValueError(f"{path} must be called like a01/v01_s01_e00.avi, with an action of NUCLA")
         videos.append(Recorded(path, NUCLA_CLASSES[int(action[1])], int(match[2]), int(match[1])))
-    return Listing(_split(config, videos, rule), list(NUCLA_CLASSES.values()))
+    return Listing(_split(config, videos, rule, passed_over), list(NUCLA_CLASSES.values()), passed_over)
 
 
 NTU_CLASSES = (
@@ -271,14 +315,16 @@ def ntu60(config: DataConfig) -> Listing:
             return "test"
         return "validation" if video.subject == NTU_SUBJECTS[-1] else "train"
 
-    videos = []
-    for path in _videos(Path(config.path or ""), "*_rgb.*"):
+    videos, passed_over = [], PassedOver()
+    for path in _videos(Path(config.path or ""), passed_over, "*_rgb.*"):
         match = re.fullmatch(r"S\d{3}C(\d{3})P(\d{3})R\d{3}A(\d{3})_rgb", path.stem)
         if match is None or not int(match[3]):
             raise ValueError(f"{path} must be called like S001C001P001R001A001_rgb.avi")
         if int(match[3]) <= len(NTU_CLASSES):
             videos.append(Recorded(path, NTU_CLASSES[int(match[3]) - 1], int(match[2]), int(match[1])))
-    return Listing(_split(config, videos, rule), list(NTU_CLASSES))
+        else:
+            passed_over.add("action of NTU RGB+D 120", str(path))
+    return Listing(_split(config, videos, rule, passed_over), list(NTU_CLASSES), passed_over)
 
 
 # ---- sets with published lists, whose validation set papers test on -------------------------------------------------
@@ -306,12 +352,14 @@ def kinetics(config: DataConfig) -> Listing:
 
     Source: the lists of https://github.com/cvdfoundation/kinetics-dataset, and its names of files.
     """
-    named = {}
+    named, passed_over, all_files = {}, PassedOver(), {}
     for split in ("train", "validation"):
         path = _on_disk(Path(config.lists or ""), split, ".csv")
         folder = _on_disk(Path(config.path or ""), split)
         folder = folder if folder.is_dir() else Path(config.path or "")
-        files = {file.stem: file for file in _videos(folder)}
+        if folder not in all_files:
+            all_files[folder] = {file.stem: file for file in _videos(folder, passed_over)}
+        files = all_files[folder]
         rows = []
         for row in _rows(path, ("label", "youtube_id", "time_start", "time_end")):
             try:
@@ -323,7 +371,9 @@ def kinetics(config: DataConfig) -> Listing:
         if not rows:
             raise ValueError(f"{path} lists no videos")
         named[split] = rows
-    return Listing(_tested_on_validation(named["train"], named["validation"]))
+    _not_listed((file for files in all_files.values() for file in files.values()), named.values(), passed_over)
+    splits = _tested_on_validation(named["train"], named["validation"])
+    return Listing(splits, passed_over=passed_over, origins=ON_VALIDATION)
 
 
 @register_reader("something_something_v2")
@@ -342,7 +392,8 @@ def something_something(config: DataConfig) -> Listing:
         classes = sorted(numbers, key=lambda name: int(numbers[name]))
     except (TypeError, ValueError):
         raise ValueError(f"{path} must hold the number of each class") from None
-    files = {file.stem: file for file in _videos(Path(config.path or ""))}
+    passed_over = PassedOver()
+    files = {file.stem: file for file in _videos(Path(config.path or ""), passed_over)}
     named = {}
     for split in ("train", "validation"):
         path, entries = _json(folder, split, list)
@@ -358,7 +409,8 @@ def something_something(config: DataConfig) -> Listing:
         if not rows:
             raise ValueError(f"{path} lists no videos")
         named[split] = rows
-    return Listing(_tested_on_validation(named["train"], named["validation"]), classes)
+    _not_listed(files.values(), named.values(), passed_over)
+    return Listing(_tested_on_validation(named["train"], named["validation"]), classes, passed_over, ON_VALIDATION)
 
 
 def _json(folder: Path, part: str, kind: type) -> tuple[Path, Any]:

@@ -17,7 +17,7 @@ from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerF
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.models.pretrained import check_classes, check_saved_folder
 from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
-from tasks.common.config import FINAL, Config
+from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
 from tasks.common.images.model import from_scratch
 from tasks.common.models import alike_across_priors
@@ -80,7 +80,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
         classes=data.classes,
         datasets=datasets,
         description=data.description,
-        split_names={"train": "train and validation"} if data_config.stage == FINAL else {},
+        split_names=data.origins,
         save_processor=lambda folder: save_processor(folder, model.config, data_config.short_side),
         train_sampler=draw_sampler(len(datasets["train"]), arguments),
         train_collator=train_collator,

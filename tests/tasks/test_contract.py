@@ -189,30 +189,35 @@ def write_config(folder: Path, content: dict) -> list[str]:
 ROWS = (
     Row(
         "classification", (), classification, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy",
-        "trains on 100 images of 10 classes (train), validates on 50 images (validation), tests on 50 images (test)",
+        f"trains on 100 images of 10 classes {list('0123456789')} (train), "
+        "validates on 50 images (20 % cut from train), tests on 50 images (20 % cut from train)",
     ),
     Row(
         "pretraining", (), pretraining, "trainer.output_dir", ("trainer.report_to=none",), "test_knn_accuracy",
-        "trains on 100 images of 10 classes (train), validates on 50 images (validation), tests on 50 images (test)",
+        f"trains on 100 images of 10 classes {list('0123456789')} (train), "
+        "validates on 50 images (20 % cut from train), tests on 50 images (20 % cut from train)",
     ),
     Row(
         "video", ("av",), video, "trainer.output_dir", ("trainer.dataloader_num_workers=1",), "test_accuracy",
-        "trains on 24 clips of 2 classes (train), validates on 8 clips (validation), tests on 8 clips (test)",
+        "trains on 24 clips of 2 classes ['left', 'right'] (folder train), validates on 8 clips (folder validation), "
+        "tests on 8 clips (folder test)",
     ),
     Row(
         "heads", ("pycocotools",), heads, "trainer.output_dir", ("trainer.report_to=none",), "test_mIoU",
-        "trains on 7 images of 3 classes (training), validates on 3 images (validation), tests on 4 images (test)",
+        "trains on 7 images of 3 classes ['background', 'bright', 'dark'] (training), "
+        "validates on 3 images (validation), tests on 4 images (test)",
     ),
     Row(
         "segmentation", ("mmengine", "mmcv", "mmseg"), segmentation, "output_dir",
         ("train_dataloader.num_workers=1",), "test_mIoU",
-        "trains on 7 images of 3 classes (training), validates on 3 images (validation), tests on 4 images (test)",
+        "trains on 7 images of 3 classes ['background', 'bright', 'dark'] (training), "
+        "validates on 3 images (validation), tests on 4 images (test)",
     ),
     Row(
         "detection", ("mmengine", "mmcv.ops", "mmdet"), detection, "output_dir",
         ("train_dataloader.num_workers=1",), "test_coco/bbox_mAP",
-        "trains on 7 images of 2 classes (instances_training.json), validates on 3 images (instances_validation.json), "
-        "tests on 4 images (instances_test.json)",
+        "trains on 7 images of 2 classes ['bright', 'dark'] (instances_training.json), "
+        "validates on 3 images (instances_validation.json), tests on 4 images (instances_test.json)",
     ),
     Row(
         "robotics", ("diffusers", "gym_pusht", "zarr"), robotics, "trainer.output_dir",
@@ -225,7 +230,8 @@ if find_spec("tasks.turned"):  # of docs/how-to/add-task.md, see tests/pasted.py
     ROWS += (
         Row(
             "turned", (), turned, "trainer.output_dir", ("trainer.report_to=none",), "test_accuracy",
-            "trains on 160 images of 4 classes (train), validates on 80 images (validation), tests on 80 images (test)",
+            "trains on 160 images of 4 classes ['upright', 'left', 'over', 'right'] (train), "
+            "validates on 80 images (validation), tests on 80 images (test)",
         ),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import WHOLE
+from tasks.common.command import tell_passed_over
 from tasks.common.config import FINAL
 from tasks.common.images.augmentation import Augmentation
 from tasks.common.images.config import DataConfig
@@ -31,8 +32,9 @@ def load_data(config: DataConfig) -> ImageData:
         ValueError, OSError: the message names the folder, file or column that is missing, empty or mislabelled.
     """
     data = READERS[config.source](config)  # every reader gives at least a training split
-    if (line := data.passed_over.line()) is not None and PartialState().is_main_process:
-        print(line, flush=True)
+    if PartialState().is_main_process:
+        tell_passed_over(data.passed_over)
+    origins = {**config.split_names, **data.origins}
     left = 1.0  # share of the images that came without splits and are still in "train"
     for split, fraction in (("test", config.test_fraction), ("validation", config.validation_fraction)):
         if split not in data.splits:
@@ -40,7 +42,10 @@ def load_data(config: DataConfig) -> ImageData:
             kept, cut = stratified_cut(train.labels, fraction / left, config.split_seed)
             data.splits["train"], data.splits[split] = train.subset(kept), train.subset(cut)
             left -= fraction
+            origins[split] = f"{100 * fraction:g} % cut from train"
     if config.stage == FINAL and config.source != "vtab":  # which has a list of its own for it
+        if {"train", "validation"} <= set(data.origins):
+            origins["train"] = " and ".join(data.origins[split] for split in ("train", "validation"))
         data.splits["train"] = data.splits["train"].joined(data.splits["validation"])
     for split in SPLITS:
         images, limit = data.splits[split], getattr(config, f"limit_{split}")
@@ -50,7 +55,7 @@ def load_data(config: DataConfig) -> ImageData:
             if limit > len(images):
                 raise ValueError(f"data.limit_{split}={limit} must be at most the {len(images)} images of the split")
             data.splits[split] = images.subset(balanced_subset(images.labels, limit, config.split_seed))
-    return data
+    return replace(data, origins=origins)
 
 
 def load_split(config: DataConfig, split: str) -> ImageData:

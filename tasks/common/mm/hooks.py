@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from hf_sparseprior.training.finite import SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.stopping import StopRequest, WorkerStart
-from tasks.common.command import RunStopped, tell_data
+from tasks.common.command import RunStopped, tell_data, tell_passed_over
 from tasks.common.mm.reading import inner_datasets
 
 
@@ -185,7 +185,14 @@ class TellData(Hook):
         data = {does: loader.dataset for does, loader in loaders.items()}
         if is_main_process():
             splits = {does: (len(dataset), split_name(dataset)) for does, dataset in data.items()}
-            tell_data("images", splits, len(data["trains"].metainfo["classes"]))
+            tell_passed_over(*(left_out for dataset in data.values() for left_out in all_passed_over(dataset)))
+            tell_data("images", splits, data["trains"].metainfo["classes"])
+
+
+def all_passed_over(dataset: Any) -> list[Any]:
+    """What a data set of mm and those that it repeats, joins or mixes left out, where they say it."""
+    own = [dataset.passed_over] if hasattr(dataset, "passed_over") else []
+    return own + [left_out for inner in inner_datasets(dataset) for left_out in all_passed_over(inner)]
 
 
 def split_name(dataset: Any) -> str:

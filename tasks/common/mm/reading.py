@@ -11,6 +11,8 @@ import numpy as np
 from mmcv.transforms import LoadImageFromFile
 from mmengine.registry import TRANSFORMS
 
+from hf_sparseprior.cli.image_files import decode_image
+
 # Steps of mm that read, and the function (step, data set) that makes the step of ours that reads the same and checks
 # it; None: mm's own stays.
 CHECKED: dict[type, Callable[[Any, Any], Any]] = {}
@@ -19,11 +21,17 @@ CHECKED: dict[type, Callable[[Any, Any], Any]] = {}
 def read_image(path: str, flag: str = "color") -> np.ndarray:
     """Read an image file: uint8 BGR (height, width, 3), or as it is stored with flag="unchanged".
 
-    Pillow reads it, because it refuses a file that is cut off. OpenCV would fill the rest with grey.
+    Pillow reads it, because it refuses a file that is cut off. OpenCV would fill the rest with grey. Colours are those
+    of `decode_image`, and with mm's flag "grayscale" uint8 (height, width).
 
     Raises:
         OSError: for a missing or broken file; the message names it.
     """
+    if flag != "unchanged":
+        stored = flag.endswith("_ignore_orientation")
+        image = decode_image(path, path, exif="ignore" if stored else "apply")
+        grey = flag.startswith("grayscale")
+        return np.array(image.convert("L")) if grey else np.array(image)[..., ::-1]
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -31,7 +39,7 @@ def read_image(path: str, flag: str = "color") -> np.ndarray:
     try:
         return mmcv.imfrombytes(content, flag=flag, backend="pillow")
     except (OSError, ValueError, SyntaxError) as error:  # Pillow's plugins raise all of them for broken files
-        raise OSError(f"{path} cannot be read as an image ({str(error).splitlines()[0]})") from None
+        raise OSError(f"{path} is not a readable image ({str(error).splitlines()[0]})") from None
 
 
 @TRANSFORMS.register_module()

@@ -10,16 +10,15 @@ Features are read by the names of `observation_key`, what our writer put into se
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.cli.image_files import decode_image
 from tasks.common.command import first_line
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
@@ -332,12 +331,11 @@ class LeRobotDemonstrations(Demonstrations):
             columns=[feature],
             filters=[("index", ">=", first + start), ("index", "<", first + stop)],
         )
-        images = []
+        images: list[np.ndarray] = []
         for cell in table[feature].to_pylist():
             if not cell or not cell["bytes"]:
                 raise ValueError(f"{feature} is not in the table, only the name of a file")
-            with Image.open(io.BytesIO(cell["bytes"])) as image:
-                images.append(np.asarray(image.convert("RGB")))
+            images.append(np.asarray(decode_image(cell["bytes"], f"{feature} of frame {start + len(images)}")))
         return np.stack(images)
 
 

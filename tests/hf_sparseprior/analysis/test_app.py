@@ -75,7 +75,7 @@ def test_pages_turn_what_is_typed_into_values(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             app.show_times(tmp_path, "vit_tiny", "dense", sizes, False)
-    image = np.zeros((8, 8, 3), np.uint8)
+    image = str(tmp_path / "image.png")
     for given, message in (
         ((None, "a", "b", 1, 0, 0), "give an image"),
         ((image, " ", "", 1, 0, 0), "give a model"),

@@ -12,12 +12,14 @@ APPLIES, IGNORES = SimpleNamespace(), SimpleNamespace(exif="ignore")
 PIXELS = np.arange(2 * 5 * 3, dtype=np.uint8).reshape(2, 5, 3)
 
 
-def test_files_and_classes_come_in_the_order_of_their_names(tmp_path):
+def test_files_and_classes_come_in_the_order_of_their_names(tmp_path, capsys):
     for name in ("b/2.png", "b/1.png", "b/.hidden", "a/deeper/3.png", "none.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     found = read_class_folders(tmp_path, ["b", "c", "a"])
     assert found == [(tmp_path / "a/deeper/3.png", 2), (tmp_path / "b/1.png", 0), (tmp_path / "b/2.png", 0)]
+    line = f"left out: 1 hidden ({tmp_path}/b/.hidden), 1 of no class ({tmp_path}/none.png)"
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 def test_channels_and_orientation(tmp_path):

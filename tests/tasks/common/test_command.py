@@ -45,11 +45,13 @@ def test_the_ends_that_are_no_errors(capsys):
 
 def test_what_a_run_learns_from_is_one_line(capsys):
     tell_data(
-        "images", {"trains": (None, "train and validation"), "validates": (1, "val200"), "tests": (7, "test")}, 10
+        "images",
+        {"trains": (None, "train and validation"), "validates": (1, "val200"), "tests": (7, "a\nb\udcff")},
+        ["1\udcff", *"23456789ab"],
     )
     tell_data("demonstrations", {"trains": (2, "train")})
     assert capsys.readouterr().out.splitlines() == [
-        "trains on an unknown number of images of 10 classes (train and validation), validates on 1 image (val200), "
-        "tests on 7 images (test)",
+        r"trains on an unknown number of images of 11 classes ['1\udcff', '2', '3', '4', '5', '6', '7', '8', '9', 'a'] "
+        r"and 1 more (train and validation), validates on 1 image (val200), tests on 7 images (a\nb\\udcff)",
         "trains on 2 demonstrations (train)",
     ]

@@ -28,8 +28,10 @@ from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.patterns.supports import head_offsets
 from tasks.common.coco import annotation_damage, packed_pixels
 from tasks.common.coco_baseline import fit_constant, overlaps
+from tasks.common.command import tell_passed_over
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
+from tasks.common.mm.hooks import all_passed_over
 from tasks.common.mm.loading import read_checkpoint
 from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import fill_model
@@ -40,7 +42,7 @@ from tasks.detection.evaluate import main as evaluate_main
 from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
-from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
+from tests.tasks.common.mm.shapes import PARTS, data_roots, litter, write_shapes
 from tests.tasks.detection.inference import as_lists
 from tests.tasks.detection.tiny import OVERRIDES
 
@@ -336,7 +338,7 @@ def _cut(path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png cannot be read as an image"),
+        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png is not a readable image"),
         (lambda root: (root / "images/training/1.png").unlink(), r"images/training/1\.png is missing"),
         (lambda root: _cut(root / "annotations/instances_training.json"), r"instances_training\.json is not readable"),
         (
@@ -572,6 +574,21 @@ def test_what_cannot_be_tested_ends_a_run_before_it_begins(override, message, da
     with pytest.raises(ValueError, match=message):
         run(DETECTION, config_of(data, tmp_path / "run", override))
     assert not (tmp_path / "run").exists()
+
+
+def test_images_that_are_not_trained_on_are_counted(data, tmp_path, capsys):
+    litter(shutil.copytree(data, tmp_path / "data"))
+    file = tmp_path / "data" / "annotations" / "instances_training.json"
+    content = json.loads(file.read_text())
+    content["annotations"] = [one for one in content["annotations"] if one["image_id"] != content["images"][2]["id"]]
+    file.write_text(json.dumps(content))
+    config = config_of(tmp_path / "data", tmp_path)
+    config.train_dataloader.dataset.filter_cfg = {"filter_empty_gt": True}
+    tell_passed_over(*all_passed_over(DATASETS.build(config.train_dataloader.dataset)))
+    folder = tmp_path / "data" / "images" / "training"
+    line = capsys.readouterr().out
+    counted = rf"left out: 2 not in instances_training\.json \(.*\), 1 dropped by filter_cfg \({folder}/2\.png\)\n"
+    assert re.fullmatch(counted, line), line
 
 
 def test_a_missing_image_ends_a_run_before_it_begins(data, tmp_path):

@@ -95,7 +95,7 @@ def test_the_commands_on_odd_sizes_crowds_and_images_without_objects(tmp_path, c
     config = own_config(root, tmp_path, masks=masks, max_per_img=3)
     empty = [] if masks else ["train_dataloader.dataset.filter_cfg.filter_empty_gt=False"]
     assert train_main(["--config", config, *options(tmp_path / "run", *empty)]) == 0, capfd.readouterr().err
-    told = f"trains on {2 if masks else 3} images of 2 classes"
+    told = f"trains on {2 if masks else 3} images of 2 classes ['cat', 'dog']"
     assert told in capfd.readouterr().out
     assert evaluate_main([str(tmp_path / "run"), "--split", "validation"]) == 0, capfd.readouterr().err
     found = read_results(tmp_path / "run/evaluation/results_validation.json")

@@ -13,7 +13,7 @@ from sklearn.metrics import jaccard_score
 
 from tests.configs import shipped
 from tests.processes import run_script
-from tests.tasks.common.mm.shapes import write_shapes
+from tests.tasks.common.mm.shapes import litter, write_shapes
 
 pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
@@ -270,7 +270,7 @@ def test_images_are_mirrored_with_their_labels_by_the_draw_alone(shapes):
         (lambda root: (root / "classes.txt").unlink(), "upernet", "classes.txt is missing; it holds one class a line"),
         (lambda root: shutil.rmtree(root / "images" / "test"), "upernet", "images/test holds no images"),
         (lambda root: (root / "annotations/test/0.png").unlink(), "upernet", "annotations/test/0.png is missing"),
-        (lambda root: cut(root / "images/test/0.png"), "upernet", "0.png cannot be read as an image"),
+        (lambda root: cut(root / "images/test/0.png"), "upernet", "0.png is not a readable image"),
         (lambda root: (root / "classes.txt").write_text("a\nb\n"), "upernet", "holds the label 3; the highest is 2"),
         (
             lambda root: resize(root / "annotations/test/0.png"),
@@ -470,6 +470,26 @@ def test_a_missing_test_file_ends_a_run_before_it_begins(head, file, shapes, tmp
     content = tiny_config(tmp_path / "data", head, max_steps=1)
     assert train.main([*write(tmp_path, content), f"trainer.output_dir={tmp_path / 'run'}"]) == 2
     assert f"{file.rpartition('/')[2]} is missing" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_folders_are_read_as_people_have_them(shapes, tmp_path):
+    """Upper-case endings, folders, 16-bit images, and labels with a palette; what is left out is counted."""
+    litter(shutil.copytree(shapes, tmp_path / "data"))
+    source = heads_data.PixelClasses(tmp_path / "data", "train")
+    assert [file.name for file in source.files[-2:]] == ["8.PNG", "9.png"] and len(source) == 9
+    for index in (7, 8):
+        assert np.array_equal(source.image(index), np.full((32, 32, 3), 200, np.uint8))
+        assert np.array_equal(source.annotation(index), np.eye(32))  # labels from 1
+    images = tmp_path / "data" / "images" / "training"
+    line = source.passed_over.line()
+    assert re.fullmatch(rf"left out: 3 hidden \({images}/.*\), 1 no image \({images}/notes\.txt\)", line), line
+    content = json.loads((tmp_path / "data" / "annotations" / "instances_training.json").read_text())
+    content["annotations"] = [one for one in content["annotations"] if one["image_id"] != content["images"][2]["id"]]
+    (tmp_path / "data" / "annotations" / "instances_training.json").write_text(json.dumps(content))
+    objects = heads_data.Objects(tmp_path / "data", "train", with_objects=True)
+    line = objects.passed_over.line()
+    counted = rf"left out: 2 not in instances_training\.json \({images}/.*\), 1 without objects \({images}/2\.png\)"
+    assert re.fullmatch(counted, line), line
 
 
 def test_images_are_turned_as_their_orientation_says(tmp_path):

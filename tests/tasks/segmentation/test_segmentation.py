@@ -40,12 +40,12 @@ from tasks.common.mm.train import run
 from tasks.common.results import read_results
 from tasks.common.run_folder import claim
 from tasks.heads.data import PixelClasses
-from tasks.segmentation.data import ReadAnnotation
+from tasks.segmentation.data import FolderSegmentation, ReadAnnotation
 from tasks.segmentation.evaluate import main as evaluate_main
 from tasks.segmentation.task import SEGMENTATION, constant_predictor, draw_predictions
 from tasks.segmentation.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
-from tests.tasks.common.mm.shapes import PARTS, data_roots, write_shapes
+from tests.tasks.common.mm.shapes import PARTS, data_roots, litter, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
 pytestmark = pytest.mark.slow
@@ -265,7 +265,7 @@ def test_mms_names_for_reading_are_checked_as_ours(data, tmp_path):
         assert torch.equal(one["data_samples"].gt_sem_seg.data, other["data_samples"].gt_sem_seg.data)
     _cut(tmp_path / "data/images/validation/1.png")
     Image.fromarray(np.full((32, 32), 4, dtype=np.uint8)).save(tmp_path / "data/annotations/validation/2.png")
-    for index, said in ((1, r"1\.png cannot be read as an image"), (2, r"2\.png holds the label 4; with 3 classes")):
+    for index, said in ((1, r"1\.png is not a readable image"), (2, r"2\.png holds the label 4; with 3 classes")):
         with pytest.raises((OSError, ValueError), match=said):
             loader.dataset[index]
     pipeline[0].imdecode_backend = "cv2"  # OpenCV was asked for, so mm's own step reads
@@ -371,8 +371,8 @@ def test_a_checkpoint_travels_from_classification_to_segmentation_and_back(data,
 @pytest.mark.parametrize(
     ("damage", "said", "workers"),
     [
-        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png cannot be read as an image", 0),
-        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png cannot be read as an image", 1),
+        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png is not a readable image", 0),
+        (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png is not a readable image", 1),
         (lambda root: _cut(root / "annotations/training/2.png"), r"annotations/training/2\.png cannot be read", 0),
         (lambda root: (root / "images/training/1.png").write_text("x"), r"images/training/1\.png cannot be read", 0),
         (lambda root: (root / "annotations/training/0.png").unlink(), r"annotations/training/0\.png is missing", 0),
@@ -592,6 +592,19 @@ def test_what_cannot_be_tested_ends_a_run_before_it_begins(override, message, da
     assert not (tmp_path / "run").exists()
 
 
+def test_folders_are_read_as_people_have_them(data, tmp_path):
+    """Endings in any case, folders, 16-bit images, and labels with a palette; what is left out is counted."""
+    litter(shutil.copytree(data, tmp_path / "data"))
+    steps = [{"type": "ReadImage"}, {"type": "ReadAnnotation", "num_classes": 3}]
+    dataset = FolderSegmentation(str(tmp_path / "data"), "training", pipeline=steps)
+    assert len(dataset) == 9
+    for index in (7, 8):
+        assert (dataset[index]["img"] == 200).all() and (dataset[index]["gt_seg_map"] == np.eye(32)).all()
+    folder = tmp_path / "data" / "images" / "training"
+    line = dataset.passed_over.line()
+    assert re.fullmatch(rf"left out: 3 hidden \({folder}/.*\), 1 not \.png \({folder}/notes\.txt\)", line), line
+
+
 def test_a_missing_or_broken_test_file_ends_a_run_before_it_begins(data, tmp_path):
     shutil.copytree(data, tmp_path / "data")
     annotation = tmp_path / "data" / "annotations" / "test" / "1.png"
@@ -649,7 +662,7 @@ def test_data_that_is_repeated_or_joined_trains_and_is_tested(data, tmp_path, ca
     config.model.decode_head.num_classes = None
     fill_classes(config)
     results = run(SEGMENTATION, config)
-    assert "trains on 21 images of 3 classes (training)" in capfd.readouterr().out
+    assert "trains on 21 images of 3 classes ['background', 'bright', 'dark'] (training)" in capfd.readouterr().out
     assert results["data"].endswith("trains on 21 images of 3 classes, tests on 8")
     assert len(results["classes"]) == 3
     config.train_dataloader.dataset.dataset.data_root = "/nowhere"

@@ -157,7 +157,10 @@ def test_a_run_leaves_them_out_and_says_so(damaged, tmp_path, capsys):
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["corrupt_videos"] == names and np.sum(results["confusion"]) == 7
     printed = capsys.readouterr().out
-    assert "trains on 20 clips of 2 classes (train), validates on 8 clips (validation), tests on 7 clips" in printed
+    told = (
+        "trains on 20 clips of 2 classes ['left', 'right'] (folder train), validates on 8 clips (folder validation), "
+    )
+    assert f"{told}tests on 7 clips" in printed
     # `evaluate` looks at its own split alone.
     for split, count in (("test", 7), ("validation", 8)):
         assert evaluate.main([str(tmp_path / "run"), "--split", split]) == 0

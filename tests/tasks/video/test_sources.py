@@ -1,6 +1,7 @@
 """Published data sets by their layouts and split rules, compared with listings written by hand. No video is opened."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -51,6 +52,37 @@ def touch(folder, names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
+
+
+def test_folders_are_read_as_people_have_them(tmp_path, capsys):
+    """Splits by their usual names; what is no video, hidden or of no split is counted."""
+    videos = [
+        f"{split}/{name}/{place}0.MP4" for split in ("Training", "val", "Test") for name in "ab" for place in ("", "s/")
+    ]
+    touch(tmp_path, videos)
+    junk = (
+        "__MACOSX/a/0.mp4",
+        "Training/.ipynb_checkpoints/0.mp4",
+        "Training/a/._0.mp4",
+        "val/a/notes.txt",
+        "raw/0.mp4",
+    )
+    touch(tmp_path, junk)
+    data = load_data(DataConfig(source="folder", path=str(tmp_path)))
+    assert {split: len(found) for split, found in data.splits.items()} == dict.fromkeys(data.splits, 4)
+    assert data.classes == ["a", "b"] and data.origins == {
+        "train": "folder Training", "validation": "folder val", "test": "folder Test"
+    }  # fmt: skip
+    [line] = capsys.readouterr().out.splitlines()
+    counted = r"left out: 3 hidden \(.*\), 1 no video \(.*notes\.txt\), 1 folder of no split \(.*raw\)"
+    assert re.fullmatch(counted, line), line
+    touch(tmp_path, ["valid/a/0.mp4"])
+    with pytest.raises(ValueError, match="one of them must go, 'val' and 'valid' are both for validation"):
+        load_data(DataConfig(source="folder", path=str(tmp_path)))
+    touch(tmp_path, ["Training/0.mp4"])
+    (tmp_path / "valid").rename(tmp_path / "more")
+    with pytest.raises(ValueError, match=r"Training/0\.mp4 lies outside the class folders"):
+        load_data(DataConfig(source="folder", path=str(tmp_path)))
 
 
 def read(folder, source, **fields):

@@ -181,7 +181,10 @@ def test_a_run_is_tested_by_views_as_evaluate_does(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     assert train.main(["--config", str(tmp_path / "config.yaml")]) == 0
     printed = capsys.readouterr().out
-    assert "validates on 8 clips (validation), tests on 8 clips (test)" in printed and "waiting for data: " in printed
+    assert (
+        "validates on 8 clips (folder validation), tests on 8 clips (folder test)" in printed
+        and "waiting for data: " in printed
+    )
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert np.sum(results["confusion"]) == 8 and results["test_correct"]["count"] == 8
     assert {"test_accuracy", "test_ema_accuracy"} <= set(results["metrics"])

@@ -6,9 +6,20 @@ import csv
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hf_sparseprior.cli.image_files import ENDINGS, HIDDEN, NO_IMAGE, PassedOver, images_below, is_hidden, is_image
+from hf_sparseprior.cli.image_files import (
+    ENDINGS,
+    HIDDEN,
+    NO_IMAGE,
+    PassedOver,
+    as_text,
+    count_unlisted,
+    images_below,
+    is_hidden,
+    is_image,
+)
 from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.sources.images import (
@@ -39,26 +50,36 @@ def read_image_folder(config: DataConfig) -> ImageData:
         folders = {"train": root}
     else:
         chosen = pick_splits(available, config, str(root))
-        folders = {split: _inner(root / name) for split, name in chosen.items()}
-        for name in sorted(set(available) - set(chosen.values())):
-            passed_over.add("folder of no split", str(root / name))
+        folders = {split: _inner(root / name, passed_over) for split, name in chosen.items()}
+        for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+            if entry.name not in chosen.values():
+                kind = "folder" if entry.is_dir() else "file"
+                passed_over.add(HIDDEN if is_hidden(entry.name) else f"{kind} of no split", entry.path)
     classes = class_folders(folders["train"])
     splits = {
         split: file_images(*list_images(folder, classes, passed_over), config.decoding)
         for split, folder in folders.items()
     }
-    return ImageData(splits, classes, f"images in {root.name} ({counts(splits)})", passed_over)
+    origins = {split: f"folder {folder.name}" for split, folder in folders.items()}
+    return ImageData(splits, classes, f"images in {root.name} ({counts(splits)})", passed_over, origins)
 
 
-def _inner(folder: Path) -> Path:
+def _inner(folder: Path, passed_over: PassedOver) -> Path:
     """The folder itself, or the one of the same name that is all it holds, as some archives unpack."""
-    within = [entry.name for entry in os.scandir(folder) if not is_hidden(entry.name)]
-    return folder / folder.name if within == [folder.name] and (folder / folder.name).is_dir() else folder
+    within = list(os.scandir(folder))
+    if [entry.name for entry in within if not is_hidden(entry.name)] != [folder.name] or not (
+        folder / folder.name
+    ).is_dir():
+        return folder
+    for entry in within:
+        if is_hidden(entry.name):
+            passed_over.add(HIDDEN, entry.path)
+    return folder / folder.name
 
 
 def class_folders(folder: Path) -> list[str]:
-    """The sorted names of the folders in a folder."""
-    classes = sorted(entry.name for entry in os.scandir(folder) if _is_class(entry))
+    """The sorted names of the folders in a folder, as text."""
+    classes = sorted(as_text(entry.name) for entry in os.scandir(folder) if _is_class(entry))
     if len(classes) < 2:
         raise ValueError(f"{folder} must hold one folder for each of two or more classes, found {classes}")
     return classes
@@ -73,11 +94,8 @@ def _is_class(entry: os.DirEntry) -> bool:
     return True
 
 
-def list_images(
-    folder: Path, classes: Sequence[str], passed_over: PassedOver | None = None
-) -> tuple[list[str], list[int]]:
+def list_images(folder: Path, classes: Sequence[str], passed_over: PassedOver) -> tuple[list[str], list[int]]:
     """Files and labels of the images in a folder of class folders; what is no image is counted in `passed_over`."""
-    passed_over = PassedOver() if passed_over is None else passed_over
     index_of = {name: index for index, name in enumerate(classes)}
     files: list[str] = []
     labels: list[int] = []
@@ -87,13 +105,13 @@ def list_images(
         if not _is_class(entry):
             passed_over.add(HIDDEN if is_hidden(entry.name) else NO_IMAGE, entry.path)
             continue
-        if entry.name not in index_of:
-            raise ValueError(f"{entry.path}: class {entry.name!r} is not among the training classes {short(classes)}")
+        if (name := as_text(entry.name)) not in index_of:
+            raise ValueError(f"{entry.path}: class {name!r} is not among the training classes {short(classes)}")
         own = sorted(images_below(entry.path, passed_over))
         if not own:
             raise ValueError(f"{entry.path} holds no image ({', '.join(ENDINGS)})")
         files += own
-        labels += [index_of[entry.name]] * len(own)
+        labels += [index_of[name]] * len(own)
     if not files:
         raise ValueError(f"{folder} holds no class folder with images")
     return files, labels
@@ -111,18 +129,21 @@ def read_csv(config: DataConfig) -> ImageData:
     Raises:
         ValueError, OSError: for missing columns, labels or images; the message has file and line.
     """
-    root = Path(config.path or "")
+    root, passed_over = Path(config.path or ""), PassedOver()
     if root.is_file():
         tables = {"train": root}
     elif root.is_dir():
-        available = [path.stem for path in root.glob("*.csv")]
+        available = sorted(path.stem for path in root.glob("*.csv") if not is_hidden(path.name))
         tables = {split: root / f"{name}.csv" for split, name in pick_splits(available, config, f"{root}").items()}
+        for name in available:
+            if root / f"{name}.csv" not in tables.values():
+                passed_over.add("table of no split", str(root / f"{name}.csv"))
     else:
         raise OSError(f"data.path={config.path} is neither a CSV file nor a folder of train.csv")
     rows = {split: _read_table(table, config) for split, table in tables.items()}
-    read = {split: own[:2] for split, own in rows.items()}
+    read, origins = {split: own[:2] for split, own in rows.items()}, {split: own.name for split, own in tables.items()}
     if root.is_file() and rows["train"][2] is not None:
-        read = _by_split(rows["train"], config, root)
+        read, origins = _by_split(rows["train"], config, root)
     values: dict[str, Sequence[object]] = {split: labels for split, (_, labels) in read.items()}
     names = read_classes(config.classes) if config.classes else None
     different = {label for _, labels in read.values() for label in labels}
@@ -130,7 +151,7 @@ def read_csv(config: DataConfig) -> ImageData:
         values = {split: [int(label) for label in labels] for split, (_, labels) in read.items()}
     classes, labels = encode_labels(values, names, str(root))
     splits = {split: file_images(read[split][0], labels[split], config.decoding) for split in read}
-    return ImageData(splits, classes, f"images of {root.name} ({counts(splits)})")
+    return ImageData(splits, classes, f"images of {root.name} ({counts(splits)})", passed_over, origins)
 
 
 def _is_integer(text: str) -> bool:
@@ -141,20 +162,23 @@ def _is_integer(text: str) -> bool:
 Rows = tuple[list[str], list[str], list[str] | None]
 
 
-def _by_split(rows: Rows, config: DataConfig, table: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """The files and labels of one CSV file by our split, as its column of splits says."""
+def _by_split(
+    rows: Rows, config: DataConfig, table: Path
+) -> tuple[dict[str, tuple[list[str], list[str]]], dict[str, str]]:
+    """The files and labels of one CSV file by our split, as its column of splits says, and where each comes from."""
     files, labels, names = rows
     assert names is not None
     chosen = pick_splits(sorted(set(names)), config, f"{table}, column {SPLIT_COLUMN}")
     if unknown := sorted(set(names) - set(chosen.values())):
         raise ValueError(f"{table}, column {SPLIT_COLUMN}: {unknown[0]!r} is no split; data.splits names others")
-    return {
+    read = {
         split: (
             [file for file, its in zip(files, names, strict=True) if its == name],
             [label for label, its in zip(labels, names, strict=True) if its == name],
         )
         for split, name in chosen.items()
     }
+    return read, {split: f"rows of {SPLIT_COLUMN} {name}" for split, name in chosen.items()}
 
 
 def _read_table(table: Path, config: DataConfig) -> Rows:
@@ -224,14 +248,16 @@ def read_tiny_imagenet(config: DataConfig) -> ImageData:
     if found != classes:
         different = sorted(set(classes) ^ set(found))
         raise ValueError(f"{root}: the folders of train are not the classes of wnids.txt, see {short(different, 3)}")
-    annotations = root / "val" / "val_annotations.txt"
+    annotations, passed_over = root / "val" / "val_annotations.txt", PassedOver()
+    train = list_images(root / "train", classes, passed_over)
     if annotations.exists():
         pairs = _fields(annotations, "\t")
-        published = _annotated(root / "val" / "images", pairs, classes, annotations)
+        published = _annotated(root / "val" / "images", pairs, classes, annotations, passed_over)
     else:  # sorted into class folders, as common scripts do
-        published = list_images(root / "val", classes)
+        published = list_images(root / "val", classes, passed_over)
     words = dict(_fields(root / "words.txt", "\t")) if (root / "words.txt").exists() else {}
-    return _published(root, list_images(root / "train", classes), published, classes, words, config)
+    data = _published(root, train, published, classes, words, config)
+    return replace(data, passed_over=passed_over)
 
 
 def read_imagenet(config: DataConfig) -> ImageData:
@@ -252,18 +278,20 @@ def read_imagenet(config: DataConfig) -> ImageData:
                 "ILSVRC/Data/CLS-LOC and LOC_val_solution.csv"
             )
     classes = class_folders(images / "train")
-    solution = root / "LOC_val_solution.csv"
+    solution, passed_over = root / "LOC_val_solution.csv", PassedOver()
+    train = list_images(images / "train", classes, passed_over)
     if any(_is_class(entry) for entry in os.scandir(images / "val")):
-        published = list_images(images / "val", classes)
+        published = list_images(images / "val", classes, passed_over)
     elif solution.exists():
         rows = _fields(solution, ",")[1:]  # ImageId,PredictionString
         pairs = [(f"{name}.JPEG", (prediction.split() or [""])[0]) for name, prediction in rows]
-        published = _annotated(images / "val", pairs, classes, solution)
+        published = _annotated(images / "val", pairs, classes, solution, passed_over)
     else:
         raise OSError(f"{images / 'val'} has no class folders and {solution} does not exist, so val has no labels")
     mapping = root / "LOC_synset_mapping.txt"
     words = dict(_fields(mapping, " ")) if mapping.exists() else {}
-    return _published(root, list_images(images / "train", classes), published, classes, words, config)
+    data = _published(root, train, published, classes, words, config)
+    return replace(data, passed_over=passed_over)
 
 
 def _published(
@@ -285,9 +313,9 @@ def _published(
 
 
 def _annotated(
-    folder: Path, pairs: Sequence[tuple[str, str]], classes: Sequence[str], table: Path
+    folder: Path, pairs: Sequence[tuple[str, str]], classes: Sequence[str], table: Path, passed_over: PassedOver
 ) -> tuple[list[str], list[int]]:
-    """Files and labels of a flat folder, with the labels from a table of (file name, class)."""
+    """Files and labels of a flat folder, with the labels from a table of (file name, class). Others are counted."""
     index_of = {name: index for index, name in enumerate(classes)}
     present = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
     for name, label in pairs:
@@ -297,7 +325,9 @@ def _annotated(
             raise ValueError(f"{table}: class {label!r} of {name} is not among the training classes {short(classes)}")
     if not pairs:
         raise ValueError(f"{table} is empty")
-    return [str(folder / name) for name, _ in pairs], [index_of[label] for _, label in pairs]
+    files = [str(folder / name) for name, _ in pairs]
+    count_unlisted(folder, files, table.name, passed_over)
+    return files, [index_of[label] for _, label in pairs]
 
 
 def _lines(path: Path) -> list[str]:

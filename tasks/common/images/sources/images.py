@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.cli.image_files import PassedOver
+from hf_sparseprior.cli.image_files import PassedOver, TooDeep, decode_image
 from tasks.common.command import short
 from tasks.common.images.config import SPLITS, DataConfig, Decoding
 
 # Names that common data sets give to each split's folder or file, in any case, also with "seg_" before them.
 SPLIT_NAMES = {
     "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
+    "validation": ("validation", "valid", "val", "validate", "dev"),
     "test": ("test", "testing"),
 }
 UNCLEAR = ("eval", "evaluation", "holdout")  # what they are for their data set alone can say
@@ -91,12 +89,17 @@ def _at(call: Callable[[int], Any], indices: np.ndarray, index: int) -> Any:
 
 @dataclass
 class ImageData:
-    """Every split of a source and the names of its classes. passed_over: files that were no images."""
+    """Every split of a source and the names of its classes.
+
+    passed_over: files that were no images. origins: where splits come from, as a run says it; the reader gives those
+        that it knows, `load_data` all.
+    """
 
     splits: dict[str, Images]
     classes: list[str]
     description: str
     passed_over: PassedOver = field(default_factory=PassedOver)
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 def counts(sizes: Mapping[str, Any]) -> str:
@@ -107,54 +110,17 @@ def counts(sizes: Mapping[str, Any]) -> str:
 # ---- reading one image ----------------------------------------------------------------------------------------------
 
 
-class TooDeep(ValueError):
-    """An image has more than 8 bits a channel. It is not damaged, so `data.corrupt=skip` does not leave it out."""
-
-
 def decode(source: bytes | str, name: str, decoding: Decoding = PIPELINE) -> Any:
-    """An encoded image, or the file of one, as 8-bit RGB, read to its last pixel.
+    """An encoded image, or the file of one, as 8-bit RGB, read to its last pixel (`decode_image`).
 
     Raises:
         OSError: one line with `name` and why it is not readable.
         TooDeep: one line with `name`.
     """
-    from PIL import Image, ImageOps
-
     try:
-        if isinstance(source, str) and not stat.S_ISREG(os.stat(source).st_mode):
-            raise OSError("it is no regular file")  # a named pipe would be waited for without end
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if decoding.depth16 == "refuse" and image.mode.startswith("I"):
-                raise TooDeep(name + TOO_DEEP)
-            if decoding.exif == "apply":
-                ImageOps.exif_transpose(image, in_place=True)
-            return to_rgb(image)
-    except (MemoryError, TooDeep):
-        raise
-    except Exception as error:  # Pillow's decoders raise many kinds for damaged files, struct.error among them
-        raise OSError(f"{name} is not a readable image ({_reason(error)})") from None
-
-
-def _reason(error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, UnidentifiedImageError):  # its own text holds a memory address
-        return "no image format that Pillow knows"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def to_rgb(image: Any) -> Any:
-    """A PIL image as 8-bit RGB. Pillow's own conversion clips 16-bit grey to 255; here it is scaled."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((np.clip(values, 0, 65535) >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        raise ValueError("floating-point pixels have no known range; save 8-bit or 16-bit images")
-    return image.convert("RGB")
+        return decode_image(source, name, decoding.exif, decoding.depth16)
+    except TooDeep:
+        raise TooDeep(name + TOO_DEEP) from None
 
 
 def file_images(files: Sequence[str], labels: Sequence[int] | np.ndarray, decoding: Decoding) -> Images:
@@ -222,17 +188,24 @@ def pick_splits(available: Collection[str], config: DataConfig, where: str) -> d
         return {split: config.splits[split] for split in SPLITS if split in config.splits}
     if unclear := sorted(name for name in available if _plain(name) in UNCLEAR):
         raise ValueError(f"{where}: data.splits is needed, {unclear[0]!r} may be for validation or for the test")
-    found = {}
-    for split in SPLITS:
-        named = sorted(name for name in available if _plain(name) in SPLIT_NAMES[split])
-        if len(named) > 1:
-            raise ValueError(f"{where}: data.splits is needed, {' and '.join(map(repr, named))} are both for {split}")
-        if named:
-            found[split] = named[0]
+    usual = {split: usual_name(available, split, f"{where}: data.splits is needed") for split in SPLITS}
+    found = {split: name for split, name in usual.items() if name is not None}
     if "train" not in found:
         names = " or ".join(SPLIT_NAMES["train"])
         raise ValueError(f"{where} has no training split named {names}, only {_list(available)}")
     return found
+
+
+def usual_name(available: Collection[str], split: str, advice: str) -> str | None:
+    """Which of a source's own names is usual for a split, None if none is.
+
+    Raises:
+        ValueError: if several are; the message begins with `advice`.
+    """
+    named = sorted(name for name in available if _plain(name) in SPLIT_NAMES[split])
+    if len(named) > 1:
+        raise ValueError(f"{advice}, {' and '.join(map(repr, named))} are both for {split}")
+    return named[0] if named else None
 
 
 def is_split(name: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+from hf_sparseprior.cli.image_files import TooDeep
 from tasks.common.images.config import DataConfig
-from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images, TooDeep
+from tasks.common.images.sources.images import TOO_DEEP, ImageData, Images
 from tasks.common.scans import drop_found, find_problems, refuse_found, remembered
 
 
@@ -64,7 +65,7 @@ def _key(images: Images) -> str:
 
     digest = hashlib.sha256(PIL.__version__.encode())
     for index in range(len(images)):
-        digest.update(_stamp(images, index).encode() + b"\n")
+        digest.update(_stamp(images, index).encode(errors="surrogateescape") + b"\n")
     return digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,14 @@ class StreamData:
         (`shuffle`, `datasets.distributed.split_dataset_by_node`), best over at most their `num_shards`.
     classes: names of the classes.
     sizes: number of images of each split, None if the source does not say.
+    origins: where splits come from, where that is something else than their names.
     """
 
     splits: dict[str, Any]
     classes: list[str]
     sizes: dict[str, int | None]
     description: str
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

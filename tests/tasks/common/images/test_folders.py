@@ -1,17 +1,23 @@
 """Folders and tables of images as people have them: what systems leave in them, and what splits are called."""
 
+import os
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from hf_sparseprior.cli.image_files import ENDINGS, PassedOver
-from hf_sparseprior.cli.labelled_images import read_class_folders
-from tasks.common.images.config import DataConfig
+from hf_sparseprior.cli.image_files import ENDINGS, PassedOver, TooDeep, decode_image
+from hf_sparseprior.cli.labelled_images import read_class_folders, read_image
+from tasks.common.command import tell_data
+from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.data import load_data
-from tasks.common.images.sources import READERS
+from tasks.common.images.sources import READERS, decode, drop_corrupt
+from tasks.common.results import write_results
 
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 200, 30)}
 
@@ -99,7 +105,31 @@ def test_splits_are_known_by_their_usual_names(names, tmp_path):
 def test_a_split_that_lies_in_a_folder_of_its_own_name(tmp_path):
     for name in ("seg_train", "seg_test"):
         class_folders(tmp_path / name / name)
-    assert set(read(tmp_path).splits) == {"train", "test"}
+        (tmp_path / name / ".DS_Store").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "README.txt").touch()
+    data = read(tmp_path)
+    assert set(data.splits) == {"train", "test"}
+    line = data.passed_over.line()
+    assert re.fullmatch(r"left out: 3 hidden \(.*\.DS_Store\), 1 file of no split \(.*README\.txt\)", line), line
+
+
+def test_a_run_is_told_where_each_split_comes_from(tmp_path):
+    for name in ("Training", "Testing"):
+        class_folders(tmp_path / "folders" / name, 10)
+    settings = {"source": "imagefolder", "path": str(tmp_path / "folders")}
+    origins = {"train": "folder Training", "validation": "12.5 % cut from train", "test": "folder Testing"}
+    assert load_data(DataConfig(**settings, validation_fraction=0.125)).origins == origins
+    class_folders(tmp_path / "folders" / "valid", 10)
+    both = load_data(DataConfig(**settings, stage="final")).origins
+    assert both["train"] == "folder Training and folder valid"
+    (tmp_path / "tables").mkdir()
+    rows = "image,label\n../folders/Testing/cat/0.png,a\n../folders/Testing/dog/0.png,b\n"
+    for name in ("train", "test", "more"):
+        (tmp_path / "tables" / f"{name}.csv").write_text(rows)
+    data = read(tmp_path / "tables", "csv")
+    assert data.origins == {"train": "train.csv", "test": "test.csv"}
+    assert data.passed_over.line() == f"left out: 1 table of no split ({tmp_path / 'tables' / 'more.csv'})"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +148,117 @@ def test_splits_that_are_not_clear_are_refused(names, message, tmp_path):
         read(tmp_path)
     if "eval" in names:
         assert set(read(tmp_path, splits={"train": "train", "test": "eval"}).splits) == {"train", "test"}
+
+
+def test_files_and_classes_whose_names_are_no_utf8(tmp_path, capsys):
+    """Names are bytes; printing, JSON and pictures take text alone."""
+    for split in (b"Training", b"Testing"):
+        for name in (b"caf\xe9", b"dog"):
+            folder = os.path.join(os.fsencode(tmp_path), b"data", split, name)
+            os.makedirs(folder)
+            for number in range(4):
+                with open(os.path.join(folder, b"x\xe9%d.png" % number), "wb") as file:
+                    Image.new("RGB", (4, 4), (number, 0, 0)).save(file, "PNG")
+    with open(os.path.join(folder, b"\xff.png"), "wb") as file:  # of the test
+        file.write(b"no image")
+    config = DataConfig(source="imagefolder", path=str(tmp_path / "data"), corrupt="skip")
+    data = load_data(config)
+    assert data.classes == [r"caf\udce9", "dog"]
+    left_out = drop_corrupt(data, config)
+    assert len(left_out["test"]) == 1 and len(data.splits["test"]) == 8
+    assert {data.splits["test"].read(index).getpixel((0, 0))[0] for index in range(8)} == {0, 1, 2, 3}
+    write_results(tmp_path / "results.json", {"corrupt": left_out, "classes": data.classes})
+    assert r"\udcff.png" in (tmp_path / "results.json").read_text()
+    assert len(read_class_folders(tmp_path / "data" / "Training", data.classes)) == 8
+    tell_data("images", {"trains": (8, os.fsdecode(b"folder \xff"))}, data.classes)
+    assert r"(folder \udcff)" in capsys.readouterr().out
+
+
+# ---- one decoder ----------------------------------------------------------------------------------------------------
+
+
+def scaled(values):
+    return np.repeat((values // 256).astype(np.uint8)[..., None], 3, -1)
+
+
+DEEP = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1040  # 0 to 65520
+GREY = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+COLOUR = np.stack([GREY, GREY[::-1], GREY.T], -1)
+PALETTE = np.random.default_rng(0).integers(0, 256, (256, 3), dtype=np.uint8)
+
+
+def with_palette():
+    image = Image.fromarray(GREY)
+    image.putpalette(PALETTE.tobytes())
+    return image
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    return {"exif": exif}
+
+
+IMAGES = {  # name: image, how it is saved, the colours that readers must find
+    "deep.png": (lambda: Image.fromarray(DEEP), {}, scaled(DEEP)),
+    "deep.tif": (lambda: Image.fromarray(DEEP), {}, scaled(DEEP)),
+    "deep.pgm": (lambda: Image.fromarray(DEEP), {}, scaled(DEEP)),
+    "wide.tif": (lambda: Image.fromarray(DEEP.astype(np.int32)), {}, scaled(DEEP)),
+    "palette.png": (with_palette, {}, PALETTE[GREY]),
+    "clear.png": (with_palette, {"transparency": bytes(range(256))}, PALETTE[GREY]),
+    "palette.gif": (with_palette, {}, PALETTE[GREY]),
+    "alpha.png": (lambda: Image.fromarray(np.dstack([COLOUR, GREY])), {}, COLOUR),
+    "grey_alpha.png": (lambda: Image.fromarray(np.dstack([GREY, GREY.T])), {}, scaled(GREY * np.uint16(256))),
+    "bits.png": (lambda: Image.fromarray(GREY > 100), {}, scaled((GREY > 100) * np.uint16(65535))),
+    "print.tif": (lambda: Image.fromarray(np.dstack([COLOUR, 0 * GREY]), "CMYK"), {}, 255 - COLOUR),
+    "turned.png": (lambda: Image.fromarray(COLOUR), turned(), np.rot90(COLOUR, -1)),
+}
+
+
+def readers():
+    """How each task reads an image file: (path) -> uint8 RGB."""
+    yield "classification", lambda path: decode(path, path, Decoding(depth16="scale"))
+    yield "export", lambda path: read_image(Path(path), SimpleNamespace(depth16="scale"), 3)
+    if find_spec("pycocotools"):
+        yield "heads", lambda path: import_module("tasks.heads.data").read_rgb(Path(path))
+    if find_spec("mmcv"):
+        yield "mm", lambda path: import_module("tasks.common.mm.reading").read_image(path)[..., ::-1]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.filterwarnings("error:Palette")
+def test_every_task_reads_the_same_colours(name, tmp_path):
+    make, options, expected = IMAGES[name]
+    make().save(tmp_path / name, **options)
+    for task, read_file in readers():
+        np.testing.assert_array_equal(np.asarray(read_file(str(tmp_path / name))), expected, task)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (DEEP.astype(np.float32), "floating-point pixels have no known range; save 8-bit or 16-bit images"),
+        (DEEP.astype(np.int32) * 2, "pixels from 0 to 131040 are not of 16 bits, 0 to 65535"),
+        (DEEP.astype(np.int32) - 5, "pixels from -5 to 65515 are not of 16 bits, 0 to 65535"),
+    ],
+)
+def test_pixels_without_a_known_range_are_refused_by_name(values, message, tmp_path):
+    Image.fromarray(values).save(tmp_path / "pixels.tif")
+    for _, read_file in readers():
+        with pytest.raises(OSError, match=re.escape(f"pixels.tif is not a readable image ({message})")):
+            read_file(str(tmp_path / "pixels.tif"))
+
+
+def test_scaling_is_said_once_and_what_pipelines_cut_off_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hf_sparseprior.cli.image_files._scaled", set())
+    for number in range(2):
+        Image.fromarray(DEEP).save(tmp_path / f"{number}.png")
+        decode_image(tmp_path / f"{number}.png", f"{number}.png")
+    said = "0.png has 16 bits a channel; such images are divided by 256\n"
+    assert capsys.readouterr().err == said
+    for read_file in (lambda path: decode(path, path), lambda path: read_image(Path(path), SimpleNamespace(), 3)):
+        with pytest.raises(TooDeep, match=r"0\.png has more than 8 bits a channel"):
+            read_file(str(tmp_path / "0.png"))
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -146,6 +287,7 @@ def test_a_column_of_splits_is_used(names, tmp_path):
     splits = [names[0]] * 4 + [names[1]] * 2 + [names[2]] * 3
     rows = [f"{number}.png,{'ab'[number % 2]},{split}" for number, split in enumerate(splits)]
     data = read(table(tmp_path, rows, "image,label,Split"), "csv")
+    assert data.origins["validation"] == f"rows of split {names[1]}"
     found = {
         split: [Path(images.name(index)).stem for index in range(len(images))] for split, images in data.splits.items()
     }

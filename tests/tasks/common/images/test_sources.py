@@ -441,6 +441,25 @@ def test_the_published_val_is_our_test_or_our_validation(write, source):
     assert data.classes == ["n01 crane", "n02 crane", "n10 dish, bowl"]
 
 
+@pytest.mark.parametrize(
+    ("source", "folder", "table", "others"),
+    [
+        ("tiny_imagenet", "tiny-imagenet-200/val/images", "val_annotations.txt", 3),
+        ("imagenet", "ILSVRC/Data/CLS-LOC/val", "LOC_val_solution.csv", 0),
+    ],
+)
+def test_published_layouts_say_what_they_pass_over(source, folder, table, others, write, tmp_path):
+    config, _ = write(source)
+    folder = tmp_path / source / folder
+    train = next((tmp_path / source).rglob("train"))
+    for path in (folder / "more.JPEG", folder / "._0.JPEG", train / ".DS_Store"):
+        path.touch()
+    line = READERS[source](config).passed_over.line()
+    counted = f"left out: 1 hidden ({train}/.DS_Store), "
+    counted += f"{others} no image ({train}/n01/n01_boxes.txt), " if others else ""
+    assert line == f"{counted}1 not in {table} ({folder / 'more.JPEG'})"
+
+
 def test_tiny_imagenet_with_val_sorted_into_class_folders(write, tmp_path):
     config, made = write("tiny_imagenet")
     val = tmp_path / "tiny_imagenet" / "tiny-imagenet-200" / "val"

@@ -40,6 +40,21 @@ def write_shapes(root: Path) -> Path:
     return root
 
 
+def litter(root: Path) -> None:
+    """Put into the training images two more that COCO's file does not list, and what is no image."""
+    images, labels = (root / part / "training" for part in ("images", "annotations"))
+    for name in ("8.PNG", "more/9.png"):
+        for folder in (images, labels):
+            (folder / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((32, 32), 51_200, dtype=np.uint16)).save(images / name)
+        palette = Image.fromarray(np.eye(32, dtype=np.uint8) + 1).convert("P")
+        palette.putpalette([200, 100, 50] * 256)
+        palette.save((labels / name).with_suffix(".png"))
+    for name in ("._0.png", "Thumbs.db", ".ipynb_checkpoints/0.png", "notes.txt"):
+        (images / name).parent.mkdir(exist_ok=True)
+        (images / name).write_text("no image")
+
+
 def write_coco(path: Path, scenes: list, size: int) -> None:
     """scenes: a list of (category, mask) for each image."""
     annotations = [
