@@ -249,7 +249,7 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
 
 
 def measure_split(
-    model: Any, data: Split, size: int, out: Path, heading: str
+    model: Any, data: Split, size: int, picture: Path, heading: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics of a saved model on a split, and a picture."""
     prepared = data.dataset
@@ -257,8 +257,8 @@ def measure_split(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     metrics = measure(model.to(device), prepared)
     metrics.pop("loss")
-    out.mkdir(parents=True, exist_ok=True)
-    draw_findings(prepared.source, prepared.kind, measure.found, data.classes, out / "predictions.png", heading)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_findings(prepared.source, prepared.kind, measure.found, data.classes, picture, heading)
     return metrics, measure.details
 
 

@@ -88,7 +88,8 @@ def test_a_run_is_saved_and_measures_the_same_again(name, runs):
     assert {"model", "curves.png", "predictions.png"} <= {path.name for path in run.iterdir()}
     assert evaluate.main([str(run)]) == 0
     again = read_results(run / "evaluation" / "results_test.json")
-    assert again["metrics"] == results["metrics"] and (run / "evaluation" / "predictions.png").stat().st_size > 5000
+    assert again["metrics"] == results["metrics"]
+    assert (run / "evaluation" / "predictions_test.png").stat().st_size > 5000
 
 
 @pytest.mark.slow

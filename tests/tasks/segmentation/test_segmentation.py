@@ -80,7 +80,7 @@ def tell_classes_apart(weights):
     return weights
 
 
-def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
+def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, data, tmp_path):
     out, results = finished
     assert results["steps"] == 8 and [entry["step"] for entry in results["history"]] == list(range(1, 9))
     assert {"test_mIoU", "test_aAcc", "test_mAcc"} <= set(results["metrics"])
@@ -91,6 +91,11 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     assert (tmp_path / "evaluation" / "predictions_test.png").exists()
     other = evaluate(SEGMENTATION, out, "validation")  # of a run, the model is meant
     assert other["model_sha256"] == results["model_sha256"] and (out / "evaluation/results_validation.json").is_file()
+    for options in ([], [f"val_dataloader.dataset.data_root={shutil.copytree(data, tmp_path / 'new')}"]):
+        assert evaluate_main([str(out), "--split", "validation", *options]) == 0
+    first, named = sorted(out.glob("evaluation/results_validation*.json"), key=lambda path: len(path.name))
+    assert read_results(first)["config"]["test_dataloader"]["dataset"]["data_root"] == str(data)
+    assert named.name.startswith("results_validation_data_root_") and len(list(first.parent.glob("*.png"))) == 2
     assert other["images"] == 3 and set(other["metrics"]) == {"validation_mIoU", "validation_aAcc", "validation_mAcc"}
 
 

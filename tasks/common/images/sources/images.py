@@ -92,12 +92,16 @@ def _at(call: Callable[[int], Any], indices: np.ndarray, index: int) -> Any:
 
 @dataclass
 class ImageData:
-    """Every split of a source and the names of its classes. passed_over: files that were no images."""
+    """Every split of a source and the names of its classes.
+
+    passed_over: files that were no images. cut: {split that the source did not have: how many images it was cut from}.
+    """
 
     splits: dict[str, Images]
     classes: list[str]
     description: str
     passed_over: PassedOver = field(default_factory=PassedOver)
+    cut: dict[str, int] = field(default_factory=dict)
 
 
 def counts(sizes: Mapping[str, Any]) -> str:
