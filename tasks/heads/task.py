@@ -27,7 +27,17 @@ from tasks.heads.baseline import constant_objects
 from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
 from tasks.heads.data import Prepared, prepare_folder, read_source, same_classes
-from tasks.heads.kinds import KINDS, Kind, ObjectScore, PixelScore, collate, findings, make_processor, save_processor
+from tasks.heads.kinds import (
+    IGNORED,
+    KINDS,
+    Kind,
+    ObjectScore,
+    PixelScore,
+    collate,
+    findings,
+    make_processor,
+    save_processor,
+)
 from tasks.heads.pictures import SHOWN, draw_findings
 from tasks.heads.processes import counted_once
 
@@ -79,7 +89,7 @@ class HeadTrainer(SparsePriorTrainer):
         """The head's loss of a micro-batch, by its share of the step's images."""
         with counted_once():
             outputs = model(**inputs)
-        loss = self.share_of_step(outputs.loss, inputs, num_items_in_batch)
+        loss = self.share_of_step(loss_of(outputs, inputs), inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def measured(self, data: Any, prefix: str) -> dict[str, float]:
@@ -99,6 +109,12 @@ class HeadTrainer(SparsePriorTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def loss_of(outputs: Any, batch: dict[str, Any]) -> Tensor:
+    """A head's loss of a batch; 0 where no pixel has a class, whose mean would be 0 / 0."""
+    labels = batch.get("labels")
+    return outputs.logits.sum() * 0 if torch.is_tensor(labels) and (labels == IGNORED).all() else outputs.loss
 
 
 class Measure:
@@ -130,7 +146,7 @@ class Measure:
                 batch = moved(batch, device)
                 with counted_once():
                     outputs, count = model(**batch), len(batch["pixel_values"])
-                total += outputs.loss.item() * count
+                total += loss_of(outputs, batch).item() * count
                 sizes = [source.image(index).shape[:2] for index in range(number, number + count)]
                 for found in findings(self.kind, self.processor, outputs, sizes):
                     self._score(score, source, number, found)
@@ -186,6 +202,9 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
         folder = prepare_folder(data_config)
     sources = {split: read_source(kind, folder, split) for split in ("train", "validation", "test")}
     classes = same_classes(list(sources.values()))
+    lines = [line for source in sources.values() for line in source.look()]
+    if arguments.process_index == 0:
+        print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
     set_seed(arguments.seed)
     model = build_model(config, classes)
     backbone = heads.backbone_of(model).config
@@ -244,6 +263,8 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     kind = KINDS[name_of(folder)]
     data_folder = prepare_folder(DataConfig(**config["data"]))
     source = read_source(kind, data_folder, split)
+    for line in source.look():
+        print(line, flush=True)
     processor = make_processor(kind, heads.backbone_of(model).config)
     return Split(Prepared(source, kind, processor), source.classes, f"{data_folder.name} ({len(source)} {split})")
 

@@ -43,6 +43,8 @@ def evaluate(
     check_place(out, "--out")
     config[WORK_DIR] = str(out)
     runner = runner_of(config, folder, split, tta)
+    for line in task.look(runner.test_dataloader.dataset, False):
+        print(line, flush=True)
     label = label_of(task, folder, as_json(config.to_dict()), split + "_tta" * tta, out)
     results = Results(
         task=task.name,

@@ -123,7 +123,7 @@ def test_a_linear_classifier_that_was_killed_goes_on_to_the_same_bits(run, monke
     assert set(again) == set(whole) == {"weight", "bias", "momentum.weight", "momentum.bias"}
     assert all(value.equal(whole[name]) for name, value in again.items())
     assert evaluate.main([str(run), *epochs, "evaluation.linear_learning_rate=0.5"]) == 0 and seen == [3, 1, 0]
-    assert [path.name for path in kept.parent.glob("*linear.*")] == [kept.name]
+    assert [path.name for path in kept.parent.glob("*linear.safetensors")] == [kept.name]
 
 
 def test_bad_values_of_evaluate_are_one_line(run, capsys):

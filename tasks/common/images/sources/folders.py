@@ -151,8 +151,10 @@ class _Rows:
     def of_split(self, name: str) -> _Rows:
         """The rows that the column of splits gives this name."""
         chosen = [index for index, own in enumerate(self.splits or ()) if own == name]
-        lists = ([values[index] for index in chosen] for values in (self.files, self.labels, self.places))
-        return _Rows(*lists, splits=None)
+        files, labels, places = (
+            [values[index] for index in chosen] for values in (self.files, self.labels, self.places)
+        )
+        return _Rows(files, labels, places, None)
 
 
 def _kinds(rows: Sequence[_Rows]) -> dict[bool, dict[str, str]]:
