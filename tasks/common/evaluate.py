@@ -22,9 +22,9 @@ from hf_sparseprior.models.pretrained import check_classes, check_saved_folder, 
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, Split, fill_cache, named_metrics
-from tasks.common.measured import is_other_data, own_config, settings, suffix
+from tasks.common.measured import drop_limits, own_config, settings, suffix
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
-from tasks.common.parsers import IMAGE_SPLITS, evaluate_parser
+from tasks.common.parsers import evaluate_parser
 from tasks.common.plots import draw_confusion
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
@@ -40,10 +40,7 @@ def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Se
         return task.load_config(file, overrides)
     config = {**{section: {} for section in task.sections}, **stored_config(model)}
     apply_overrides(config, overrides, sections=("data",))
-    if is_other_data(config, model):
-        given = {override.partition("=")[0] for override in overrides}
-        limits = {f"limit_{split}" for split in IMAGE_SPLITS} & {*config["data"]}
-        config["data"] |= {name: None for name in limits if f"data.{name}" not in given}
+    drop_limits(config, model, overrides)
     return task.check_config(config)
 
 

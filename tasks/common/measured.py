@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,18 @@ def is_other_data(config: Mapping[str, Any], model: Path) -> bool:
         own, given = stored_config(model).get("data") or {}, config["data"]
         return any(own.get(name) != given.get(name) for name in WHICH)
     return False
+
+
+def drop_limits(config: dict[str, Any], model: Path, overrides: Sequence[str]) -> None:
+    """Take all examples of other data than the run's that saved the model: its limits are of its own data.
+
+    Args:
+        config: with the section `data`, which is changed. overrides: those that made it; their limits stay.
+    """
+    if is_other_data(config, model):
+        given = {override.partition("=")[0] for override in overrides}
+        for name in [key for key in config["data"] if key.startswith("limit_") and f"data.{key}" not in given]:
+            config["data"][name] = None
 
 
 def suffix(

@@ -28,7 +28,8 @@ from tasks.common.images.data import ImageDataset, Preparation, as_trained, load
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sections import field_names
 from tasks.common.images.sources import drop_corrupt
-from tasks.common.measured import own_config, settings, suffix
+from tasks.common.images.split import part
+from tasks.common.measured import drop_limits, own_config, settings, suffix
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
@@ -58,6 +59,8 @@ def run_config(model: Path, file: str | None = None, overrides: Sequence[str] = 
     given: Config = {"data": {}, "evaluation": dict(config["evaluation"]) if file else {}}
     for sections in (config, given):
         apply_overrides(sections, overrides, READ)
+    if not file:
+        drop_limits(config, model, overrides)
     for section, kind in zip(READ, (DataConfig, EvaluationConfig), strict=True):
         check_known(config[section], field_names(kind), f"section {section!r}")
         kind(**config[section])
@@ -99,6 +102,7 @@ def evaluate_model(
     data = load_data(data_config)
     data.splits = {name: data.splits[name] for name in ("train", split)}
     drop_corrupt(data, data_config, workers, show_progress=True)
+    print(f"measures {part(data, data_config, split)}", flush=True)
     if new_crop:
         processor = make_processor(backbone.config, evaluation.eval_crop_ratio, data_config.decoding, "evaluation")
     plain = Preparation(processor, backbone.config.num_channels)

@@ -35,8 +35,9 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
 
 def part(data: ImageData, config: DataConfig, split: str) -> str:
     """Which images of its data a split has, in words."""
-    number = len(data.splits[split])
+    number, limit = len(data.splits[split]), getattr(config, f"limit_{split}")
+    limited = "" if limit is None else f", data.limit_{split}={limit}"
     if split in data.cut:
         cut = f"data.{split}_fraction={getattr(config, f'{split}_fraction')}, data.split_seed={config.split_seed}"
-        return f"{number} of {data.cut[split]} images, cut as {split} ({cut}): {data.description}"
-    return f"{number} images ({split}): {data.description}"
+        return f"{number} of {data.cut[split]} images, cut as {split} ({cut}{limited}): {data.description}"
+    return f"{number} images ({split}{limited}): {data.description}"

@@ -188,7 +188,8 @@ def test_the_limit_of_a_run_is_not_that_of_other_data(finished, tmp_path, capsys
     for more, said in (([], count), (["data.limit_test=10"], 10)):
         overrides = ["data.source=imagefolder", f"data.path={tmp_path / 'new'}", *more]
         assert evaluation.main([str(tmp_path / "run"), *overrides]) == 0
-        assert f"measures {said} images (test)" in capsys.readouterr().out
+        limited = ", data.limit_test=10" if more else ""
+        assert f"measures {said} images (test{limited}): images in new" in capsys.readouterr().out
 
 
 def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, capsys):

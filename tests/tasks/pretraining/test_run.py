@@ -52,13 +52,14 @@ def test_results_have_the_accuracies_and_how_sure_they_are(run):
     assert {path.name for path in run.iterdir()} >= {"model", "curves.png", "confusion.png", "results.json"}
 
 
-def test_evaluate_finds_the_same_and_takes_other_images(run):
+def test_evaluate_finds_the_same_and_takes_other_images(run, capsys):
     assert evaluate.main([str(run), "--linear"]) == 0
     found, trained = (read_results(run / name) for name in ("evaluation/results_test_linear.json", "results.json"))
     assert found["metrics"]["test_knn_accuracy"] == trained["metrics"]["test_knn_accuracy"]
     assert set(found["metrics"]) == {"test_knn_accuracy", "test_linear_accuracy"}
     arguments = ["data.limit_validation=20", "evaluation.neighbours=3", "--split", "validation"]
     assert evaluate.main([str(run), *arguments]) == 0
+    assert "measures 20 of 1797 images, cut as validation (data.validation_fraction=" in capsys.readouterr().out
     [other] = (run / "evaluation").glob("results_validation_*.json")
     assert other.name.startswith("results_validation_limit_validation-neighbours_")
     assert read_results(other)["images"] == 20
