@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hf_sparseprior.cli.image_files import ENDINGS, NO_IMAGE, PassedOver, images_below, is_image
+import numpy as np
 
+from hf_sparseprior.cli.image_files import ENDINGS, NO_IMAGE, PassedOver, images_below, is_image
+from tasks.common.command import short
+
+IGNORED = 255  # the class of a pixel without one
+LOOKED_AT = 100  # masks of a split that are looked at before training
 MOST_CLASSES = 254  # labels of a PNG are bytes: 0 is unlabelled, and 255 is ignored
 
 
@@ -61,3 +66,35 @@ def check_are_there(files: Iterable[str | Path]) -> None:
     for file in files:
         if not Path(file).is_file():
             raise OSError(f"{file} is missing")
+
+
+def look_at_masks(
+    read: Callable[[int], np.ndarray], count: int, classes: Sequence[str], where: str, first: int, training: bool
+) -> list[str]:
+    """What looks wrong with a split's masks, one line each, by at most `LOOKED_AT` of them at equal distances.
+
+    Args:
+        read: index -> classes of pixels, uint8 (height, width), 255 where there is none.
+        count: number of masks. classes: names. first: the first class's label in the files, 0 or 1.
+        where: the split. training: whether it is learned from, so that every class should occur.
+
+    Raises:
+        ValueError: if no pixel of any mask has a class. OSError: for a mask that cannot be read.
+    """
+    pixels, empty = np.zeros(len(classes), dtype=np.int64), 0
+    chosen = range(0, count, -(-count // LOOKED_AT))
+    for index in chosen:
+        labels = read(index)
+        found = np.bincount(labels[labels != IGNORED], minlength=len(classes))[: len(classes)]
+        pixels, empty = pixels + found, empty + (not found.any())
+    if not pixels.any() and all((read(index) == IGNORED).all() for index in range(count)):
+        without = "0 and 255 are" if first else "255 is"
+        raise ValueError(
+            f"{where}: no pixel of the {count} masks has a class; label {first} is {classes[0]!r}, and {without} none"
+        )
+    looked = f"the {count} masks" if len(chosen) == count else f"the {len(chosen)} masks looked at (of {count})"
+    lines = [f"{where}: {empty} of {looked} have no pixel of any class, nothing is learned from them"] if empty else []
+    if training and (missing := [name for name, number in zip(classes, pixels, strict=True) if not number]):
+        labels_of = f"label {first} is {classes[0]!r}{', 0 is none' if first else ''}"
+        lines.append(f"{where}: no pixel of {looked} is of the class {short(missing)}; {labels_of}")
+    return lines

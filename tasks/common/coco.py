@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tasks.common.command import short, shown
+
 
 @dataclass(frozen=True)
 class CocoFile:
     """An annotation file in COCO's layout.
 
-    path: of the file. images: its entries for images, in their order. annotations: those of each image, by its id.
-    categories: names by id, in the order of the file. content: all of it.
+    path: of the file. images: its entries for images, in their order. annotations: those of each image, by its id,
+    without crowds and what `is_nothing`. categories: names by id, in the order of the file. content: all of it.
     """
 
     path: Path
@@ -52,8 +55,9 @@ def read_coco(path: Path, with_mask: bool = True) -> CocoFile:
 
     Raises:
         OSError: if it is missing.
-        ValueError: if it is no JSON, not in COCO's layout or without images or categories, and for an annotation of an
-            image or a category that does not exist, or whose box or mask does not fit its image.
+        ValueError: if it is no JSON, not in COCO's layout or without images or categories, for two images or categories
+            of one id, for a category without a name, and for an annotation of an image or a category that does not
+            exist, or whose box or mask does not fit its image.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -62,6 +66,7 @@ def read_coco(path: Path, with_mask: bool = True) -> CocoFile:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error})") from None
     try:
+        check_tables(content)
         images = {entry["id"]: entry for entry in content["images"]}
         categories = {entry["id"]: str(entry["name"]) for entry in content["categories"]}
         annotations: dict[Any, list[dict[str, Any]]] = {key: [] for key in images}
@@ -70,7 +75,8 @@ def read_coco(path: Path, with_mask: bool = True) -> CocoFile:
                 raise ValueError(f"image {entry['id']!r} needs a file_name, height and width")
         for annotation in content["annotations"]:
             _check_annotation(annotation, images, categories, with_mask)
-            if not annotation.get("iscrowd"):
+            image = images[annotation["image_id"]]
+            if not annotation.get("iscrowd") and not is_nothing(annotation, image["height"], image["width"]):
                 annotations[annotation["image_id"]].append(annotation)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -87,11 +93,62 @@ def _check_annotation(
     for key, known, table in (("image_id", images, "images"), ("category_id", categories, "categories")):
         if annotation[key] not in known:
             raise ValueError(
-                f"annotation {annotation.get('id')} has {key} {annotation[key]!r}, which is not among {table}"
+                f"annotation {annotation.get('id')} has {key} {shown(annotation[key])}, which is not among {table}"
             )
     image = images[annotation["image_id"]]
     if damage := annotation_damage(dict(annotation), image["height"], image["width"], with_mask):
         raise ValueError(f"annotation {annotation.get('id')} of {image['file_name']} {damage}")
+
+
+def check_tables(content: Mapping[str, Any]) -> None:
+    """Raise ValueError for two images or categories of one id, of which one would hide the other, or one without a
+    name.
+    """
+    for table in ("images", "categories"):
+        for key, number in Counter(entry["id"] for entry in content[table]).items():
+            if number > 1:
+                raise ValueError(f"{number} of the {table} have the id {shown(key)}")
+    for entry in content["categories"]:
+        if not isinstance(entry["name"], (str, int)) or not str(entry["name"]).strip():
+            raise ValueError(f"the name of the category {shown(entry['id'])} is missing, it is {shown(entry['name'])}")
+
+
+def is_nothing(annotation: Mapping[str, Any], height: int, width: int) -> bool:
+    """Whether an object is less than a pixel wide or high or without area, from which mmdetection does not learn.
+
+    Height and width of the image in pixels. The metric, pycocotools', does count such an object.
+    """
+    left, top, across, down = annotation["bbox"]
+    inside = min(min(left + across, width) - max(left, 0), min(top + down, height) - max(top, 0))
+    return inside <= 0 or min(across, down) < 1 or annotation.get("area", 1) <= 0
+
+
+def look_at_objects(content: Mapping[str, Sequence[Mapping[str, Any]]], where: Any, training: bool) -> list[str]:
+    """What looks wrong with an annotation file's images, categories and annotations, one line each.
+
+    Args:
+        content: of the file. where: the file. training: whether it is learned from, so that every class should occur.
+    """
+    images = {image["id"]: image for image in content["images"]}
+    lines, learned = [], set()
+    nothing = []
+    for each in content["annotations"]:
+        image = images[each["image_id"]]
+        if is_nothing(each, image["height"], image["width"]):
+            nothing.append(f"annotation {each.get('id')} of {image['file_name']}, bbox {each['bbox']}")
+        elif not each.get("iscrowd"):
+            learned.add(each["category_id"])
+    if nothing:
+        objects = f"{len(nothing)} of {len(content['annotations'])} objects are less than a pixel wide or high"
+        learned_from = "nothing is learned from them, but the metric counts them"
+        lines.append(f"{objects} or without area; {learned_from} (first: {nothing[0]})")
+    for table, name in (("images", "file_name"), ("categories", "name")):
+        times = Counter(str(entry[name]) for entry in content[table])
+        if twice := [key for key, number in times.items() if number > 1]:
+            lines.append(f"several {table} have the same {name}, {short(twice, 3)}")
+    if training and (missing := [each["name"] for each in content["categories"] if each["id"] not in learned]):
+        lines.append(f"no object to learn from is of the class {short(missing)}")
+    return [f"{where}: {line}" for line in lines]
 
 
 def annotation_damage(annotation: dict[str, Any], height: int, width: int, with_mask: bool = True) -> str | None:

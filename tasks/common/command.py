@@ -79,4 +79,10 @@ def first_line(error: BaseException) -> str:
 def short(names: Sequence[str], count: int = 10) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"{list(names[:count])}{more}"
+    return f"[{', '.join(map(shown, names[:count]))}]{more}"
+
+
+def shown(value: object, length: int = 80) -> str:
+    """A value as Python writes it, its end cut off where that is longer."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."

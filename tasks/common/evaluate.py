@@ -1,7 +1,7 @@
 """Evaluation of a saved model, for every task that trains with transformers' Trainer.
 
 It writes results_SPLIT.json and confusion_SPLIT.png into one folder: RUN/evaluation for RUN/model, RUN/evaluation/NAME
-for another model of the run.
+for another model of the run. Those of other data and settings have a name of their own (tasks/common/measured.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_sparseprior.models.pretrained import check_classes, check_saved_folder, 
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, Split, fill_cache, named_metrics
+from tasks.common.measured import drop_limits, own_config, settings, suffix
 from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
 from tasks.common.parsers import evaluate_parser
 from tasks.common.plots import draw_confusion
@@ -31,11 +32,15 @@ from tasks.common.run_folder import check_place, evaluation_folder, model_folder
 
 
 def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`."""
+    """The configuration of a YAML file, or of the run that saved the model, with overrides of its `data`.
+
+    A run's limits are of its own data, not of other data that the overrides name.
+    """
     if file:
         return task.load_config(file, overrides)
     config = {**{section: {} for section in task.sections}, **stored_config(model)}
     apply_overrides(config, overrides, sections=("data",))
+    drop_limits(config, model, overrides)
     return task.check_config(config)
 
 
@@ -45,13 +50,14 @@ def evaluate_model(
     """Accuracy and confusion matrix of a saved model on a split; writes both into `out`.
 
     Returns:
-        The content of results_SPLIT.json.
+        The content of the results.
 
     Raises:
         ValueError: for a model of other classes, or in one of several processes. OSError: for missing or damaged files.
     """
     check_alone("evaluate")
     check_place(out, "--out")
+    label = label_of(folder, config, split, out)
     model = load_whole_model(folder, task.model_class)
     data = task.read_split(config, split, model, folder)
     check_classes(model, data.classes)
@@ -59,10 +65,10 @@ def evaluate_model(
     size = batch_size or task.eval_batch_size
     if task.measure is not None:
         heading = f"{folder.name}, {split}"
-        found, details = task.measure(model, data, size, out, heading)
+        found, details = task.measure(model, data, size, out / f"predictions_{label}.png", heading)
         metrics = {f"{split}_{name}": value for name, value in found.items()}
         results = _results(task, folder, config, split, data, model, metrics, details)
-        return results.write(out / f"results_{split}.json")
+        return results.write(out / f"results_{label}.json")
     arguments = TrainingArguments(
         output_dir=str(out),
         per_device_eval_batch_size=size,
@@ -80,8 +86,18 @@ def evaluate_model(
     accuracy = accuracies[f"{split}_accuracy"]
     metrics = {**accuracies, **named_metrics(task, split, counts, data.classes)}
     results = _results(task, folder, config, split, data, model, metrics, {"confusion": counts.tolist()})
-    draw_confusion(counts, data.classes, out / f"confusion_{split}.png", f"{split}: {100 * accuracy:.2f} %")
-    return results.write(out / f"results_{split}.json")
+    draw_confusion(counts, data.classes, out / f"confusion_{label}.png", f"{split}: {100 * accuracy:.2f} %")
+    return results.write(out / f"results_{label}.json")
+
+
+def label_of(folder: Path, config: Config, split: str, out: Path) -> str:
+    """What the names of an evaluation's files have: the split, and more where it is not the run's own data."""
+
+    def measured(of: Any) -> dict[str, Any]:
+        return settings(of, "data")
+
+    own = own_config(folder, out)
+    return split + suffix(out, f"results_{split}", config, weights_sha256(folder), measured, own)
 
 
 def _results(
@@ -128,7 +144,8 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
         results = evaluate_model(task, folder, config, split, out, arguments.batch_size)
         for name, value in results["metrics"].items():
             print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
-        picture = f"{out}/confusion_{split}.png" if task.measure is None else f"{out}/predictions.png"
-        print(f"results: {out}/results_{split}.json, picture: {picture}")
+        label = label_of(folder, config, split, out)
+        kind = "confusion" if task.measure is None else "predictions"
+        print(f"results: {out}/results_{label}.json, picture: {out}/{kind}_{label}.png")
 
     return run_command(parser.prog, work)

@@ -160,8 +160,8 @@ class HFTask:
     draw: (the run's folder, what was prepared, predicted classes, heading) -> names of more pictures of the test, which
         it draws into the folder.
     eval_batch_size: batch size of `evaluate`.
-    measure: (model, split, batch size, folder, heading) -> metrics named without the split, and details of what
-        `evaluate` finds, where an example has no single class; it draws predictions.png into the folder.
+    measure: (model, split, batch size, picture, heading) -> metrics named without the split, and details of what
+        `evaluate` finds, where an example has no single class; it draws predictions into the picture's file.
     card: (a saved model, its results) -> its model card.
     models_read: folders of the saved models that a run of a configuration reads.
     before: (configuration) -> configuration of a run of this task that a run starts from, done first; None: there is

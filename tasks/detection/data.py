@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_sparseprior.cli.image_files import PassedOver, count_unlisted
 from tasks.common.annotated_folders import check_are_there
-from tasks.common.coco import annotation_damage
+from tasks.common.coco import annotation_damage, check_tables, look_at_objects
 from tasks.common.mm.hooks import Draw
 from tasks.common.mm.reading import ReadImage
 
@@ -41,8 +41,13 @@ class CheckedCOCO(COCO):
         """Index the file that was just read.
 
         Raises:
-            UnfitAnnotations: for an annotation of an image or category that does not exist.
+            UnfitAnnotations: for an annotation of an image or category that does not exist, and for what `check_tables`
+                refuses.
         """
+        try:
+            check_tables(self.dataset)
+        except ValueError as error:
+            raise UnfitAnnotations(str(error)) from None
         for key, table in (("image_id", "images"), ("category_id", "categories")):
             known = {entry["id"] for entry in self.dataset[table]}
             for annotation in self.dataset["annotations"]:
@@ -100,6 +105,7 @@ class CheckedCocoDataset(CocoDataset):
 
     def load_data_list(self) -> list[dict]:
         """Read and check the annotation file. Returns one entry for each image."""
+        self.raw: list[dict] = []
         if not os.path.isfile(self.ann_file):
             raise OSError(f"{self.ann_file} is not there; data_root={self.data_root!r} must hold COCO's layout")
         try:
@@ -121,10 +127,24 @@ class CheckedCocoDataset(CocoDataset):
             listed = (entry["img_path"] for entry in entries)
             count_unlisted(folder, listed, os.path.basename(self.ann_file), self.passed_over)
         self._metainfo["ann_file"] = self.ann_file  # for the metric
+        self.wrong, self.raw = self._look(), []
         return entries
+
+    def _look(self) -> list[str]:
+        """What looks wrong, one line each (`look_at_objects`), in images and objects of the classes."""
+        names = dict(zip(self.cat_ids, self.metainfo["classes"], strict=True))
+        content = {
+            "images": [image["raw_img_info"] for image in self.raw],
+            "annotations": [
+                each for image in self.raw for each in image["raw_ann_info"] if each["category_id"] in names
+            ],
+            "categories": [{"id": key, "name": name} for key, name in names.items()],
+        }
+        return look_at_objects(content, self.ann_file, training=not self.test_mode)
 
     def parse_data_info(self, raw_data_info: dict) -> dict:
         """One image of the file as the pipeline takes it, after a check of its annotations."""
+        self.raw.append(raw_data_info)
         image, masks = raw_data_info["raw_img_info"], loads_masks(self.pipeline.transforms)
         for annotation in raw_data_info["raw_ann_info"]:
             if damage := annotation_damage(annotation, image["height"], image["width"], masks):
@@ -140,6 +160,11 @@ class CheckedCocoDataset(CocoDataset):
         for path in (entry["img_path"] for entry in self.data_list if entry["img_path"] not in kept):
             self.passed_over.add("dropped by filter_cfg", path)
         return found
+
+
+def look(dataset: Any, training: bool) -> list[str]:
+    """What looks wrong with a built data set, one line each, if it is of the class that looks for it."""
+    return list(getattr(dataset, "wrong", []))
 
 
 def loads_masks(steps: Sequence[Any]) -> bool:

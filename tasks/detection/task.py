@@ -21,7 +21,7 @@ from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.reading import read_image
 from tasks.common.mm.task import Task
 from tasks.detection import registered  # noqa: F401
-from tasks.detection.data import CheckedCOCO
+from tasks.detection.data import CheckedCOCO, look
 
 SHOWN = 6  # images of the picture
 MIN_SCORE = 0.3  # objects with lower scores are not drawn
@@ -74,4 +74,4 @@ def no_masks(instances: Any, image: np.ndarray) -> np.ndarray:
     return np.zeros((len(instances), *image.shape[:2]), dtype=bool)
 
 
-DETECTION = Task("detection", draw_predictions, constant_metrics, "test_coco/bbox_mAP", ("test_coco/segm_mAP",))
+DETECTION = Task("detection", draw_predictions, constant_metrics, "test_coco/bbox_mAP", ("test_coco/segm_mAP",), look)

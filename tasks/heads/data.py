@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch.utils.data import Dataset
 
 from hf_sparseprior.cli.image_files import PassedOver, count_unlisted, decode_image
 from hf_sparseprior.training.sampling import Draw
-from tasks.common.annotated_folders import annotated_images, check_are_there, read_classes
-from tasks.common.coco import CocoFile, read_coco
+from tasks.common.annotated_folders import annotated_images, check_are_there, look_at_masks, read_classes
+from tasks.common.coco import CocoFile, look_at_objects, read_coco
+from tasks.common.command import short
 from tasks.common.mm.scenes import write_scenes
 from tasks.heads.config import DataConfig
 from tasks.heads.kinds import IGNORED, Kind, targets
@@ -59,6 +61,13 @@ class PixelClasses(Dataset):
     def __len__(self) -> int:
         return len(self.files)
 
+    def look(self) -> list[str]:
+        """What looks wrong, one line each (`look_at_masks`)."""
+        lines = look_at_masks(self.annotation, len(self), self.classes, str(self.annotations), 1, self.split == "train")
+        if twice := [stem for stem, times in Counter(file.stem for file in self.files).items() if times > 1]:
+            lines.append(f"{self.annotations}: {len(twice)} masks are of several images: {short(twice, 3)}")
+        return lines
+
     def image(self, index: int) -> np.ndarray:
         """uint8 RGB (height, width, 3)."""
         return read_rgb(self.files[index])
@@ -94,7 +103,7 @@ class Objects(Dataset):
     """
 
     def __init__(self, folder: Path, split: str, with_objects: bool = False, with_mask: bool = True) -> None:
-        self.folder = folder / "images" / SPLITS[split]
+        self.split, self.folder = split, folder / "images" / SPLITS[split]
         self.coco: CocoFile = read_coco(folder / "annotations" / f"instances_{SPLITS[split]}.json", with_mask)
         self.classes = list(self.coco.categories.values())
         self.numbers = {key: number for number, key in enumerate(self.coco.categories)}
@@ -114,6 +123,10 @@ class Objects(Dataset):
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def look(self) -> list[str]:
+        """What looks wrong, one line each (`look_at_objects`)."""
+        return look_at_objects(self.coco.content, self.coco.path, self.split == "train")
 
     def image(self, index: int) -> np.ndarray:
         """uint8 RGB (height, width, 3).

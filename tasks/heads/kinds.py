@@ -18,9 +18,9 @@ from transformers import AutoImageProcessor
 
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
+from tasks.common.annotated_folders import IGNORED
 from tasks.common.coco import CocoFile
 
-IGNORED = 255
 FEWEST = 0.05  # score from which a mask is a finding; COCO's average precision weighs the rest by their scores
 
 

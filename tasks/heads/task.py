@@ -29,7 +29,17 @@ from tasks.heads.baseline import constant_objects
 from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
 from tasks.heads.data import Prepared, prepare_folder, read_source, same_classes
-from tasks.heads.kinds import KINDS, Kind, ObjectScore, PixelScore, collate, findings, make_processor, save_processor
+from tasks.heads.kinds import (
+    IGNORED,
+    KINDS,
+    Kind,
+    ObjectScore,
+    PixelScore,
+    collate,
+    findings,
+    make_processor,
+    save_processor,
+)
 from tasks.heads.pictures import SHOWN, draw_findings
 from tasks.heads.processes import counted_once
 
@@ -81,7 +91,7 @@ class HeadTrainer(SparsePriorTrainer):
         """The head's loss of a micro-batch, by its share of the step's images."""
         with counted_once():
             outputs = model(**inputs)
-        loss = self.share_of_step(outputs.loss, inputs, num_items_in_batch)
+        loss = self.share_of_step(loss_of(outputs, inputs), inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def measured(self, data: Any, prefix: str) -> dict[str, float]:
@@ -101,6 +111,12 @@ class HeadTrainer(SparsePriorTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def loss_of(outputs: Any, batch: dict[str, Any]) -> Tensor:
+    """A head's loss of a batch; 0 where no pixel has a class, whose mean would be 0 / 0."""
+    labels = batch.get("labels")
+    return outputs.logits.sum() * 0 if torch.is_tensor(labels) and (labels == IGNORED).all() else outputs.loss
 
 
 class Measure:
@@ -132,7 +148,7 @@ class Measure:
                 batch = moved(batch, device)
                 with counted_once():
                     outputs, count = model(**batch), len(batch["pixel_values"])
-                total += outputs.loss.item() * count
+                total += loss_of(outputs, batch).item() * count
                 sizes = [source.image(index).shape[:2] for index in range(number, number + count)]
                 for found in findings(self.kind, self.processor, outputs, sizes):
                     self._score(score, source, number, found)
@@ -188,8 +204,10 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
         folder = prepare_folder(data_config)
     sources = {split: read_source(kind, folder, split) for split in ("train", "validation", "test")}
     classes = same_classes(list(sources.values()))
-    if PartialState().is_main_process:
+    lines = [line for source in sources.values() for line in source.look()]
+    if arguments.process_index == 0:
         tell_passed_over(*(source.passed_over for source in sources.values()))
+        print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
     set_seed(arguments.seed)
     model = build_model(config, classes)
     backbone = heads.backbone_of(model).config
@@ -250,12 +268,14 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     source = read_source(kind, data_folder, split)
     if PartialState().is_main_process:
         tell_passed_over(source.passed_over)
+        for line in source.look():
+            print(line, flush=True)
     processor = make_processor(kind, heads.backbone_of(model).config)
     return Split(Prepared(source, kind, processor), source.classes, f"{data_folder.name} ({len(source)} {split})")
 
 
 def measure_split(
-    model: Any, data: Split, size: int, out: Path, heading: str
+    model: Any, data: Split, size: int, picture: Path, heading: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics of a saved model on a split, and a picture."""
     prepared = data.dataset
@@ -263,8 +283,8 @@ def measure_split(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     metrics = measure(model.to(device), prepared)
     metrics.pop("loss")
-    out.mkdir(parents=True, exist_ok=True)
-    draw_findings(prepared.source, prepared.kind, measure.found, data.classes, out / "predictions.png", heading)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_findings(prepared.source, prepared.kind, measure.found, data.classes, picture, heading)
     return metrics, measure.details
 
 

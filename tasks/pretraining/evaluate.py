@@ -2,7 +2,9 @@
 
 k-NN with the training images of the run's data as neighbours and, with --linear, a linear classifier trained on them.
 The model may be of any of our families and any task: a run of pretraining, a classifier, or what `convert` made. It
-writes results_SPLIT.json into RUN/evaluation for RUN/model, RUN/evaluation/NAME for another model of the run.
+writes results_SPLIT.json, with --linear results_SPLIT_linear.json, into RUN/evaluation for RUN/model, into
+RUN/evaluation/NAME for another model of the run. Those of other data and settings have a name of their own
+(tasks/common/measured.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from tasks.common.images.data import ImageDataset, Preparation, as_trained, load
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sections import field_names
 from tasks.common.images.sources import drop_corrupt
+from tasks.common.images.split import part
+from tasks.common.measured import drop_limits, own_config, settings, suffix
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
@@ -55,6 +59,8 @@ def run_config(model: Path, file: str | None = None, overrides: Sequence[str] = 
     given: Config = {"data": {}, "evaluation": dict(config["evaluation"]) if file else {}}
     for sections in (config, given):
         apply_overrides(sections, overrides, READ)
+    if not file:
+        drop_limits(config, model, overrides)
     for section, kind in zip(READ, (DataConfig, EvaluationConfig), strict=True):
         check_known(config[section], field_names(kind), f"section {section!r}")
         kind(**config[section])
@@ -77,7 +83,7 @@ def evaluate_model(
     `new_crop`: images are cut as `evaluation.eval_crop_ratio` says, not as the saved image processor does.
 
     Returns:
-        The content of results_SPLIT.json.
+        The content of the results.
 
     Raises:
         ValueError: for bad values, or in one of several processes. OSError: for missing or damaged files.
@@ -89,12 +95,14 @@ def evaluate_model(
             "--split validation with data.stage=final: these are training images, and each would be its own nearest "
             "neighbour"
         )
+    label = label_of(folder, config, split, out)
     backbone = load_whole_model(folder, AutoModel).eval().to(device)
     processor, evaluation = load_image_processor(folder), EvaluationConfig(**config["evaluation"])
     data_config = as_trained(DataConfig(**config["data"]), processor)
     data = load_data(data_config)
     data.splits = {name: data.splits[name] for name in ("train", split)}
     drop_corrupt(data, data_config, workers, show_progress=True)
+    print(f"measures {part(data, data_config, split)}", flush=True)
     if new_crop:
         processor = make_processor(backbone.config, evaluation.eval_crop_ratio, data_config.decoding, "evaluation")
     plain = Preparation(processor, backbone.config.num_channels)
@@ -127,7 +135,20 @@ def evaluate_model(
             "standard_errors": {name: standard_error(values) for name, values in right.items()},
         },
     )
-    return results.write(out / f"results_{split}.json")
+    return results.write(out / f"results_{label}.json")
+
+
+def label_of(folder: Path, config: Config, split: str, out: Path) -> str:
+    """What the name of the results has: the split, and more where it is not the run's own data and settings."""
+
+    def measured(of: Any) -> dict[str, Any]:
+        found = settings(of, *READ)
+        found.pop("evaluation.linear", None)  # which has a name of its own
+        return found
+
+    label = f"{split}_linear" if config["evaluation"].get("linear") else split
+    own = own_config(folder, out)
+    return label + suffix(out, f"results_{label}", config, weights_sha256(folder), measured, own)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in results["metrics"].items():
             error = 100 * results["standard_errors"][name]
             print(f"{name}: {100 * value:.2f} % of {results['images']} images, standard error {error:.2f}")
-        print(f"results: {out}/results_{split}.json")
+        print(f"results: {out}/results_{label_of(folder, config, split, out)}.json")
 
     return run_command(parser.prog, work)
 

@@ -25,6 +25,7 @@ from hf_sparseprior.base.files import file_sha256
 from tasks.common.command import run_command
 from tasks.common.environment import environment
 from tasks.common.locks import turn
+from tasks.common.measured import settings, suffix
 from tasks.common.processes import check_alone
 from tasks.common.results import Results
 from tasks.common.run_folder import MODEL, check_place, evaluation_folder
@@ -37,7 +38,7 @@ from tasks.robotics.policy import POLICY_FILE, CrosswayPolicy, policy_sha256
 from tasks.robotics.rollout import Episode, make_matching_environment, rollout, summary
 from tasks.robotics.video import write_video
 
-RESULTS_TEST = "results_test.json"
+RESULTS_TEST = "results_test"
 EPISODES = "episodes"
 PICTURED = 4  # episodes in picture and video
 FRAME_SIZE = 160  # pixels of each
@@ -74,6 +75,8 @@ def evaluate(
     run: Path, rollouts: Rollouts, out: Path | None = None, show_progress: bool = False, jobs: int = 1
 ) -> dict[str, Any]:
     """Measure success on held-out seeds; write results_test.json, episodes.png and a film of the first episodes.
+
+    Of other episodes or settings than those in the folder they have a name of their own (tasks/common/measured.py).
 
     Episodes that were played before, under the same conditions, are not played again. If nothing can be drawn, picture
     and film are left out, and one line says so. A policy without cameras does not need them.
@@ -125,26 +128,34 @@ def judge(
     )
     out.mkdir(parents=True, exist_ok=True)
     with turn(out / "evaluation.lock"):  # results, picture and film of one evaluation
+        own_name = name_apart(out, results.content())
         if pictured := [episode for episode in found if episode.frames]:
-            results.details["film"] = draw(pictured, results.metrics, len(found), policy, rollouts, fps, out)
-        return results.write(out / RESULTS_TEST)
+            drawn = out / f"episodes{own_name}"
+            results.details["film"] = draw(pictured, results.metrics, policy, rollouts, fps, drawn)
+        return results.write(out / f"{RESULTS_TEST}{own_name}.json")
+
+
+def name_apart(out: Path, results: Mapping[str, Any]) -> str:
+    """What the names of the files of an evaluation have so that they replace those of no other."""
+    config, weights = results["config"], results["model_sha256"]
+    return suffix(out, RESULTS_TEST, config, weights, lambda of: settings(of, "rollouts"), None)
 
 
 def draw(
     pictured: Sequence[Episode],
     metrics: Mapping[str, Any],
-    episodes: int,
     policy: CrosswayPolicy,
     rollouts: Rollouts,
     fps: int,
-    out: Path,
+    path: Path,
 ) -> str:
-    """Picture and film of the first episodes. Returns the film's name."""
+    """Picture and film of the first episodes, PATH.png and a film next to it. Returns the film's name."""
     name = policy.about["environment"]["name"]
-    heading = f"{name}: {success_text(metrics, episodes)}{', untrained' if rollouts.untrained else ''}"
-    draw_episodes(pictured, out / "episodes.png", heading)
+    heading = f"{name}: {success_text(metrics, rollouts.episodes)}{', untrained' if rollouts.untrained else ''}"
+    draw_episodes(pictured, path.with_name(f"{path.name}.png"), heading)
     longest = max(len(episode.frames) for episode in pictured)
-    return write_video(out / "episodes.mp4", [side_by_side(pictured, index) for index in range(longest)], fps).name
+    frames = [side_by_side(pictured, index) for index in range(longest)]
+    return write_video(path.with_name(f"{path.name}.mp4"), frames, fps).name
 
 
 def first_seed(policy: CrosswayPolicy, rollouts: Rollouts) -> int:
@@ -299,8 +310,9 @@ def main(argv: list[str] | None = None) -> int:
         for key in ("max_reward", "final_coverage"):
             if key in results["metrics"]:
                 print(f"{key}: {results['metrics'][key]:.3f}")
-        pictures = f", picture: {out}/episodes.png, film: {out}/{results['film']}" if results["film"] else ""
-        print(f"results: {out}/{RESULTS_TEST}{pictures}")
+        own_name = name_apart(out, results)
+        film = f", picture: {out}/episodes{own_name}.png, film: {out}/{results['film']}" if results["film"] else ""
+        print(f"results: {out}/{RESULTS_TEST}{own_name}.json{film}")
 
     return run_command(parser.prog, work, "with the episodes that are left")
 

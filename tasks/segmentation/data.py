@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mmcv.transforms import LoadImageFromFile
 from mmseg.datasets import BaseSegDataset
 from mmseg.datasets.transforms import LoadAnnotations
 from mmseg.registry import DATASETS, TRANSFORMS
 
 from hf_sparseprior.cli.image_files import PassedOver
-from tasks.common.annotated_folders import annotated_images, check_are_there, read_classes
+from tasks.common.annotated_folders import IGNORED, annotated_images, check_are_there, look_at_masks, read_classes
 from tasks.common.mm.pictures import class_colours
 from tasks.common.mm.reading import CHECKED, read_image
-
-IGNORED = 255
 
 
 @DATASETS.register_module()
@@ -116,3 +115,21 @@ def _count_classes(step: ReadAnnotation, dataset: Any) -> ReadAnnotation:
 
 CHECKED[LoadAnnotations] = _read_annotation
 CHECKED[ReadAnnotation] = _count_classes
+
+
+def look(dataset: Any, training: bool) -> list[str]:
+    """What looks wrong with the masks of a built data set, one line each (`look_at_masks`)."""
+    steps = getattr(getattr(dataset, "pipeline", None), "transforms", [])
+    reading = [step for step in steps if isinstance(step, (LoadImageFromFile, LoadAnnotations))]
+    if not isinstance(dataset, BaseSegDataset) or not any(isinstance(step, LoadAnnotations) for step in reading):
+        return []
+
+    def read(index: int) -> np.ndarray:
+        results = dataset.get_data_info(index)
+        for step in reading:
+            results = step(results)
+        return results["gt_seg_map"]
+
+    where = Path(dataset.data_prefix.get("seg_map_path") or dataset.data_root or type(dataset).__name__)
+    first = int(bool(dataset.reduce_zero_label))
+    return look_at_masks(read, len(dataset), dataset.metainfo["classes"], str(where), first, training)

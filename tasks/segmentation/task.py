@@ -13,10 +13,11 @@ from mmengine.dataset import pseudo_collate
 from mmseg.registry import DATASETS, METRICS
 
 from hf_sparseprior.analysis.pictures import pyplot, save
+from tasks.common.annotated_folders import IGNORED
 from tasks.common.mm.config import compared_metric
 from tasks.common.mm.task import Task
 from tasks.segmentation import registered  # noqa: F401
-from tasks.segmentation.data import IGNORED
+from tasks.segmentation.data import look
 
 SHOWN = 6  # images of the picture
 
@@ -87,4 +88,4 @@ def draw_predictions(models: Mapping[str, Any], dataset: Any, path: Path) -> Pat
     return save(figure, path)
 
 
-SEGMENTATION = Task("segmentation", draw_predictions, constant_predictor, "test_mIoU", in_percent=True)
+SEGMENTATION = Task("segmentation", draw_predictions, constant_predictor, "test_mIoU", look=look, in_percent=True)

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.cli.image_files import HIDDEN, PassedOver, as_text, images_below, is_hidden
+from tasks.common.command import shown
 from tasks.common.images.data import stratified_cut
-from tasks.common.images.sources.images import usual_name
+from tasks.common.images.sources.images import label_problem, usual_name
 from tasks.common.locks import make_once
 from tasks.video.config import SPLITS, DataConfig
 from tasks.video.motion import check_clips, write_clips
@@ -136,10 +137,13 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
             names = f"{', '.join(columns[:-1])} and {columns[-1]}"
             raise ValueError(f"{path} must have the columns {names}, it has {reader.fieldnames}")
         for row in reader:
-            if not all(row[name] for name in columns):
-                values = " or ".join(f"{name} {row[name]!r}" for name in columns)
-                raise ValueError(f"{path}, line {reader.line_num}: {values}")
-            yield row
+            values = {name: (row[name] or "").strip() for name in columns}
+            if not all(values.values()):
+                problem = " or ".join(f"{name} {shown(value)}" for name, value in values.items())
+                raise ValueError(f"{path}, line {reader.line_num}: {problem}")
+            if (missing := label_problem(values["label"])) is not None:
+                raise ValueError(f"{path}, line {reader.line_num}: {missing}")
+            yield values
 
 
 def _videos(folder: Path, passed_over: PassedOver, pattern: str = "*") -> list[Path]:

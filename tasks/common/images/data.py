@@ -23,10 +23,11 @@ from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, bala
 CACHE_LIMIT = 1 << 30
 
 
-def load_data(config: DataConfig) -> ImageData:
+def load_data(config: DataConfig, whole: str | None = None) -> ImageData:
     """Read a source, cut the splits it does not have, and keep as many images of each split as `limit_*` says.
 
     With `stage` final, the images of validation are training images too. Prints in one line what was passed over.
+    Of a source without splits, all images are of the split `whole`, if it is given, and there is no other.
 
     Raises:
         ValueError, OSError: the message names the folder, file or column that is missing, empty or mislabelled.
@@ -34,20 +35,11 @@ def load_data(config: DataConfig) -> ImageData:
     data = READERS[config.source](config)  # every reader gives at least a training split
     if PartialState().is_main_process:
         tell_passed_over(data.passed_over)
-    origins = {**config.split_names, **data.origins}
-    left = 1.0  # share of the images that came without splits and are still in "train"
-    for split, fraction in (("test", config.test_fraction), ("validation", config.validation_fraction)):
-        if split not in data.splits:
-            train = data.splits["train"]
-            kept, cut = stratified_cut(train.labels, fraction / left, config.split_seed)
-            data.splits["train"], data.splits[split] = train.subset(kept), train.subset(cut)
-            left -= fraction
-            origins[split] = f"{100 * fraction:g} % cut from train"
-    if config.stage == FINAL and config.source != "vtab":  # which has a list of its own for it
-        if {"train", "validation"} <= set(data.origins):
-            origins["train"] = " and ".join(data.origins[split] for split in ("train", "validation"))
-        data.splits["train"] = data.splits["train"].joined(data.splits["validation"])
-    for split in SPLITS:
+    if whole is not None and list(data.splits) == ["train"]:
+        data.splits = {whole: data.splits["train"]}
+    else:
+        _cut_splits(data, config)
+    for split in (name for name in SPLITS if name in data.splits):
         images, limit = data.splits[split], getattr(config, f"limit_{split}")
         if not len(images):
             raise ValueError(f"{data.description}: the {split} split is empty")
@@ -55,12 +47,34 @@ def load_data(config: DataConfig) -> ImageData:
             if limit > len(images):
                 raise ValueError(f"data.limit_{split}={limit} must be at most the {len(images)} images of the split")
             data.splits[split] = images.subset(balanced_subset(images.labels, limit, config.split_seed))
-    return replace(data, origins=origins)
+    return data
 
 
-def load_split(config: DataConfig, split: str) -> ImageData:
-    """The data with this split alone, without damaged images if the configuration says so."""
-    data = load_data(config)
+def _cut_splits(data: ImageData, config: DataConfig) -> None:
+    """Cut validation and test from the training images where the source has none, and say so in `data.origins`."""
+    read = data.origins
+    data.origins = {**config.split_names, **read}
+    total = len(data.splits["train"])
+    left = 1.0  # share of the images that came without splits and are still in "train"
+    for split, fraction in (("test", config.test_fraction), ("validation", config.validation_fraction)):
+        if split not in data.splits:
+            train = data.splits["train"]
+            kept, cut = stratified_cut(train.labels, fraction / left, config.split_seed)
+            data.splits["train"], data.splits[split] = train.subset(kept), train.subset(cut)
+            data.cut[split] = total
+            data.origins[split] = f"{100 * fraction:g} % cut from train"
+            left -= fraction
+    if config.stage == FINAL and config.source != "vtab":  # which has a list of its own for it
+        if {"train", "validation"} <= set(read):
+            data.origins["train"] = " and ".join(read[split] for split in ("train", "validation"))
+        data.splits["train"] = data.splits["train"].joined(data.splits["validation"])
+
+
+def load_split(config: DataConfig, split: str, whole: bool = False) -> ImageData:
+    """The data with this split alone, without damaged images if the configuration says so; of a source without splits,
+    if it is asked for as a whole, with all images.
+    """
+    data = load_data(config, split if whole else None)
     data.splits = {split: data.splits[split]}
     drop_corrupt(data, config, show_progress=True)
     return data

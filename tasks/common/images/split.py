@@ -10,10 +10,14 @@ from tasks.common.config import Config
 from tasks.common.hf_run import Split
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_split
+from tasks.common.images.sources import ImageData
+from tasks.common.measured import is_other_data
 
 
 def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
-    """A split, prepared by the image processor that was saved with the model.
+    """A split, prepared by the image processor that was saved with the model; prints which images it has.
+
+    Of other data than the run's that come without splits it is all images, because the model was trained on none.
 
     Args:
         config: has the section `data`.
@@ -23,6 +27,17 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     """
     processor = load_image_processor(folder)
     data_config = as_trained(DataConfig(**config["data"]), processor)
-    data = load_split(data_config, split)
+    data = load_split(data_config, split, is_other_data(config, folder))
+    print(f"measures {part(data, data_config, split)}", flush=True)
     preparation = Preparation(processor, model.config.num_channels)
     return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
+
+
+def part(data: ImageData, config: DataConfig, split: str) -> str:
+    """Which images of its data a split has, in words."""
+    number, limit = len(data.splits[split]), getattr(config, f"limit_{split}")
+    limited = "" if limit is None else f", data.limit_{split}={limit}"
+    if split in data.cut:
+        cut = f"data.{split}_fraction={getattr(config, f'{split}_fraction')}, data.split_seed={config.split_seed}"
+        return f"{number} of {data.cut[split]} images, cut as {split} ({cut}{limited}): {data.description}"
+    return f"{number} images ({split}{limited}): {data.description}"

@@ -10,6 +10,7 @@ from mmengine.config import Config
 
 from hf_sparseprior.base.files import file_sha256
 from hf_sparseprior.models.pretrained import hub_hint
+from tasks.common.measured import settings, suffix
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
 from tasks.common.mm.runner import QuietRunner, build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
@@ -30,7 +31,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation).
 
-    With `tta`, test-time augmentation (`with_tta`): results_SPLIT_tta.json, and no picture.
+    With `tta`, test-time augmentation (`with_tta`): results_SPLIT_tta.json, and no picture. Those of other data and
+    settings have a name of their own (tasks/common/measured.py).
     """
     check_alone("evaluate")
     folder = model_folder(folder, CONFIG)
@@ -41,6 +43,9 @@ def evaluate(
     check_place(out, "--out")
     config[WORK_DIR] = str(out)
     runner = runner_of(config, folder, split, tta)
+    for line in task.look(runner.test_dataloader.dataset, False):
+        print(line, flush=True)
+    label = label_of(task, folder, as_json(config.to_dict()), split + "_tta" * tta, out)
     results = Results(
         task=task.name,
         metrics=task.metrics(split, runner.test()),
@@ -54,15 +59,40 @@ def evaluate(
         },
     )
     results.details["classes"] = classes_of(runner)
-    if tta:
-        return results.write(out / f"results_{split}_tta.json")
-    models = {"prediction": whole_model(runner)}
-    task.draw(models, runner.test_dataloader.dataset, out / f"predictions_{split}.png")
-    return results.write(out / f"results_{split}.json")
+    if not tta:
+        models = {"prediction": whole_model(runner)}
+        task.draw(models, runner.test_dataloader.dataset, out / f"predictions_{label}.png")
+    content = results.write(out / f"results_{label}.json")
+    print(f"results: {out}/results_{label}.json")
+    return content
+
+
+def label_of(task: Task, folder: Path, config: dict[str, Any], name: str, out: Path) -> str:
+    """`name`, of the split, and what else the names of an evaluation's files have where it is not the run's own data
+    and settings.
+    """
+    own = None
+    if out.resolve() == evaluation_folder(folder).resolve():
+        saved = load_config(task.name, folder / CONFIG)
+        one_split(saved, folder, name.removesuffix("_tta"))
+        own = as_json(saved.to_dict())
+
+    def measured(of: Any) -> dict[str, Any]:
+        return settings(of, "model", "test_dataloader", "test_evaluator", "tta_model", "tta_pipeline")
+
+    return name + suffix(out, f"results_{name}", config, file_sha256(folder / WEIGHTS), measured, own)
 
 
 def runner_of(config: Config, folder: Path, split: str = "test", tta: bool = False) -> QuietRunner:
     """A runner of a saved model for one split alone. The config, as saved with it, is changed."""
+    one_split(config, folder, split)
+    runner = build_runner(with_tta(config) if tta else config)
+    fill_model(whole_model(runner), folder)
+    return runner
+
+
+def one_split(config: Config, folder: Path, split: str) -> None:
+    """Leave one split in a saved config, as that of the test."""
     part = MM_SPLITS[split]
     if missing := [name for name in (f"{part}_dataloader", f"{part}_evaluator") if not config.get(name)]:
         raise ValueError(f"--split {split}: the config of {folder} has no {' and no '.join(missing)}")
@@ -72,6 +102,3 @@ def runner_of(config: Config, folder: Path, split: str = "test", tta: bool = Fal
     for key in ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "val_dataloader", "val_cfg"):
         config.pop(key, None)
     config.pop("val_evaluator", None)
-    runner = build_runner(with_tta(config) if tta else config)
-    fill_model(whole_model(runner), folder)
-    return runner

@@ -8,7 +8,7 @@ number of workers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,33 @@ def all_passed_over(dataset: Any) -> list[Any]:
     """What a data set of mm and those that it repeats, joins or mixes left out, where they say it."""
     own = [dataset.passed_over] if hasattr(dataset, "passed_over") else []
     return own + [left_out for inner in inner_datasets(dataset) for left_out in all_passed_over(inner)]
+
+
+class LookAtData(Hook):
+    """Prints what looks wrong with the data before training, and refuses what cannot be learned from or measured.
+
+    Args:
+        look: as `Task.look`.
+    """
+
+    priority = "VERY_HIGH"  # before the progress bar
+
+    def __init__(self, look: Callable[[Any, bool], list[str]]) -> None:
+        self.look = look
+
+    def before_train(self, runner: Any) -> None:
+        """Once; every process looks, so that all of them end."""
+        loaders = [runner.train_dataloader, *([runner.val_dataloader] if runner.val_loop is not None else [])]
+        loaders += [runner.test_dataloader] if runner.test_loop is not None else []
+        whole = {dataset: loader is loaders[0] for loader in loaders for dataset in inmost(loader.dataset)}
+        lines = [line for dataset, training in whole.items() for line in self.look(dataset, training)]
+        if is_main_process():
+            print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
+
+
+def inmost(dataset: Any) -> list[Any]:
+    """The built data sets that read images, which others repeat, join or mix; itself if it is one."""
+    return [own for part in inner_datasets(dataset) for own in inmost(part)] or [dataset]
 
 
 def split_name(dataset: Any) -> str:

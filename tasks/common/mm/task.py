@@ -20,6 +20,7 @@ class Task:
     baseline: metrics of the best constant predictor on the test dataset of an mm Config, by the framework's own metric,
         as results.json has them.
     metric: the one that comparisons judge, as results.json names it. also: others that they judge.
+    look: (a built data set, whether it is learned from) -> what looks wrong with it, one line each.
     in_percent: whether that metric is in percent; in results.json it is a fraction.
     """
 
@@ -28,6 +29,7 @@ class Task:
     baseline: Callable[[Any], dict[str, Any]]
     metric: str
     also: Sequence[str] = ()
+    look: Callable[[Any, bool], list[str]] = lambda dataset, training: []
     in_percent: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from mmengine.runner import Runner
 
 from hf_sparseprior.base.files import file_sha256
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, check_tested, run_identity
+from tasks.common.mm.hooks import LookAtData
 from tasks.common.mm.runner import (
     build_runner,
     classes_of,
@@ -84,7 +85,7 @@ def _train(
     # Before training, because it finds out what is wrong with test data and evaluator.
     with errors_in_one_line():
         baseline = task.baseline(config)
-    for hook in hooks:
+    for hook in (LookAtData(task.look), *hooks):
         runner.register_hook(hook)
     # Errors of parts that do not fit each other come before the first step is done.
     with released(runner), errors_in_one_line(lambda: not has_trained(runner)):

@@ -1,6 +1,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import evaluate
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 
 from hf_sparseprior.analysis import pictures
 from tasks.classification import demo, task
@@ -120,6 +123,73 @@ def test_validation_accuracy_is_that_of_the_saved_weights(tmp_path, options):
     assert evaluation.main([str(tmp_path / "run" / "model"), "--split", "validation", "--out", str(tmp_path)]) == 0
     stored = json.loads((tmp_path / "results_validation.json").read_text())
     assert stored["metrics"]["validation_accuracy"] == metrics["validation_accuracy"]
+
+
+def write_digits(root, labels):
+    """Class folders without splits, one image of each of these labels; returns how many there are."""
+    for index, label in enumerate(labels):
+        (root / str(label)).mkdir(parents=True, exist_ok=True)
+        array = np.rint(load_digits().images[index] * 255 / 16).astype(np.uint8)
+        Image.fromarray(array).save(root / str(label) / f"{index}.png")
+    return len(labels)
+
+
+def test_other_data_is_measured_whole_and_replaces_no_results(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    model, out = str(folder / "model"), folder / "evaluation"
+    assert evaluation.main([model]) == 0
+    assert (
+        "measures 359 of 1797 images, cut as test (data.test_fraction=0.2, data.split_seed=0)"
+        in capsys.readouterr().out
+    )
+    own = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert set(own) == {"results_test.json", "confusion_test.png"}
+    new = ["data.source=imagefolder", f"data.path={tmp_path / 'new'}"]
+    count = write_digits(tmp_path / "new", load_digits().target[:40])
+    assert evaluation.main([model, *new]) == 0
+    printed = capsys.readouterr().out
+    assert f"measures {count} images (test): images in new" in printed and f"of {count} images" in printed
+    [named] = [path for path in out.glob("results*.json") if path.name not in own]
+    assert re.fullmatch(r"results_test_path-source_[0-9a-f]{8}\.json", named.name) and f"results: {named}" in printed
+    assert np.sum(json.loads(named.read_text())["confusion"]) == count
+    other = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert len(other) == 4 and own.items() <= other.items()
+    # Of the same images fewer; and with the first images among a source's splits, those alone.
+    assert evaluation.main([model, *new, "data.limit_test=20"]) == 0
+    (tmp_path / "split").mkdir()
+    for name in ("train", "test"):
+        shutil.copytree(tmp_path / "new", tmp_path / "split" / name)
+    capsys.readouterr()
+    assert evaluation.main([model, new[0], f"data.path={tmp_path / 'split'}", "--split", "validation"]) == 0
+    assert "measures 10 of 40 images, cut as validation (data.validation_fraction=0.2" in capsys.readouterr().out
+    assert other.items() <= {path.name: path.read_bytes() for path in out.iterdir()}.items()
+    assert len(list(out.glob("results_test*.json"))) == 3 and len(list(out.glob("results_validation_*.json"))) == 1
+
+
+def test_results_of_several_evaluations_in_one_folder_stay(finished, tmp_path):
+    """The first has the plain name; the same again replaces it, and another does not."""
+    model, out = str(finished[0] / "model"), tmp_path / "out"
+    for _ in range(2):
+        assert evaluation.main([model, "--out", str(out), "data.limit_test=20"]) == 0
+    first = (out / "results_test.json").read_bytes()
+    assert evaluation.main([model, "--out", str(out)]) == 0
+    assert (out / "results_test.json").read_bytes() == first and json.loads(first)["images"] == 20
+    [other] = out.glob("results_test_limit_test_*.json")
+    assert json.loads(other.read_text())["images"] == 359 and len(list(out.glob("confusion_*.png"))) == 2
+
+
+def test_the_limit_of_a_run_is_not_that_of_other_data(finished, tmp_path, capsys):
+    stored = json.loads((shutil.copytree(finished[0], tmp_path / "run") / "run_config.json").read_text())
+    stored["data"].update(FEW)
+    (tmp_path / "run" / "run_config.json").write_text(json.dumps(stored))
+    count = write_digits(tmp_path / "new", load_digits().target[:40])
+    assert FEW["limit_test"] > count  # which would be refused
+    for more, said in (([], count), (["data.limit_test=10"], 10)):
+        overrides = ["data.source=imagefolder", f"data.path={tmp_path / 'new'}", *more]
+        assert evaluation.main([str(tmp_path / "run"), *overrides]) == 0
+        limited = ", data.limit_test=10" if more else ""
+        assert f"measures {said} images (test{limited}): images in new" in capsys.readouterr().out
 
 
 def test_evaluate_refuses_other_classes_and_unknown_keys(finished, tmp_path, capsys):

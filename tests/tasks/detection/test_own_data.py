@@ -22,6 +22,7 @@ from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import fill_model
 from tasks.common.results import read_results
 from tasks.detection.evaluate import main as evaluate_main
+from tasks.detection.task import DETECTION
 from tasks.detection.train import main as train_main
 from tests.tasks.common.mm.shapes import PARTS
 from tests.tasks.detection.tiny import SMALL
@@ -92,11 +93,13 @@ def options(folder, *more):
 @pytest.mark.parametrize("masks", [True, False])
 def test_the_commands_on_odd_sizes_crowds_and_images_without_objects(tmp_path, capfd, masks):
     root = write_own(tmp_path / "own", with_masks=masks)
+    changed(root, "training", lambda content: content["annotations"][0].update(bbox=[5, 6, 0, 15]))
     config = own_config(root, tmp_path, masks=masks, max_per_img=3)
     empty = [] if masks else ["train_dataloader.dataset.filter_cfg.filter_empty_gt=False"]
     assert train_main(["--config", config, *options(tmp_path / "run", *empty)]) == 0, capfd.readouterr().err
     told = f"trains on {2 if masks else 3} images of 2 classes ['cat', 'dog']"
-    assert told in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert told in printed and printed.count("1 of 6 objects are less than a pixel wide") == 1
     assert evaluate_main([str(tmp_path / "run"), "--split", "validation"]) == 0, capfd.readouterr().err
     found = read_results(tmp_path / "run/evaluation/results_validation.json")
     kinds = {"bbox_AP", "segm_AP"} if masks else {"bbox_AP"}
@@ -136,6 +139,10 @@ def changed(root, split, change):
             "instances_test.json has 3 of the 2 classes cat, dog; its categories are cat, dog, cat",
         ),
         (
+            "test", lambda content: content["images"][1].update(id=0),
+            "instances_test.json: 2 of the images have the id 0",
+        ),
+        (
             "training", lambda content: content["categories"][0].update(name="Cat"),
             "instances_training.json has 1 of the 2 classes cat, dog; its categories are Cat, dog",
         ),
@@ -159,6 +166,32 @@ def test_files_that_do_not_fit_end_in_one_line(tmp_path, capfd, split, change, s
     assert train_main(["--config", own_config(root, tmp_path), *options(tmp_path / "run")]) == 2
     assert said in capfd.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "run").exists()
+
+
+def test_what_looks_wrong_is_said_in_lines(tmp_path):
+    root = write_own(tmp_path / "own")
+
+    def change(content):
+        for annotation in content["annotations"][::3]:
+            annotation["bbox"][2] = 0  # every cat
+        content["images"].append({**content["images"][2], "id": 9})
+
+    for split in ("training", "test"):
+        changed(root, split, change)
+    config = load_config("detection", own_config(root, tmp_path))
+    init_default_scope("mmdet")
+    for part, split, number in (("train", "training", 3), ("test", "test", 2)):
+        data = DATASETS.build(config[f"{part}_dataloader"].dataset)
+        lines = DETECTION.look(data, part == "train")
+        assert all(line.startswith(f"{root}/annotations/instances_{split}.json: ") for line in lines)
+        assert [line.partition(".json: ")[2] for line in lines] == [
+            "2 of 6 objects are less than a pixel wide or high or without area; nothing is learned from them, but the "
+            "metric counts them (first: annotation 0 of 0.jpg, bbox [5, 6, 0, 15])",
+            "several images have the same file_name, ['2.jpg']",
+            "no object to learn from is of the class ['cat']",
+        ][:number]
+        instances = [one["bbox_label"] for index in range(2) for one in data.get_data_info(index)["instances"]]
+        assert instances == [1, 1] * 2  # as mmdetection, without the cats
 
 
 def test_a_category_that_no_class_names_is_left_out(tmp_path):

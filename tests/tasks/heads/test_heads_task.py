@@ -20,15 +20,26 @@ pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.models.heads import backbone_of, offer_code
 from hf_sparseprior.training.sampling import Draw
-from tasks.common.coco import read_coco
+from tasks.common import annotated_folders
+from tasks.common.coco import look_at_objects, read_coco
 from tasks.common.coco_baseline import fit_constant
 from tasks.common.results import read_results
 from tasks.heads import data as heads_data
 from tasks.heads import evaluate, train
 from tasks.heads.baseline import constant_objects
 from tasks.heads.config import DataConfig, backbone_config, check_config
-from tasks.heads.kinds import KINDS, ObjectScore, PixelScore, collate, findings, make_processor, targets
-from tasks.heads.task import HEADS, Measure, build_model, constant_score
+from tasks.heads.kinds import (
+    IGNORED,
+    KINDS,
+    ObjectScore,
+    PixelScore,
+    collate,
+    findings,
+    indexed,
+    make_processor,
+    targets,
+)
+from tasks.heads.task import HEADS, Measure, build_model, constant_score, loss_of
 from tests.tasks.heads.tiny import HEAD_OPTIONS, tiny_config
 
 
@@ -88,7 +99,8 @@ def test_a_run_is_saved_and_measures_the_same_again(name, runs):
     assert {"model", "curves.png", "predictions.png"} <= {path.name for path in run.iterdir()}
     assert evaluate.main([str(run)]) == 0
     again = read_results(run / "evaluation" / "results_test.json")
-    assert again["metrics"] == results["metrics"] and (run / "evaluation" / "predictions.png").stat().st_size > 5000
+    assert again["metrics"] == results["metrics"]
+    assert (run / "evaluation" / "predictions_test.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
@@ -293,6 +305,99 @@ def test_broken_data_is_named_in_one_line(shapes, tmp_path, break_it, kind, mess
         source = heads_data.read_source(KINDS[kind], root, "test")
         source.image(0), source.annotation(0)
     assert "\n" not in str(error.value) and str(root) in str(error.value)
+
+
+# ---- what looks wrong before training -------------------------------------------------------------------------------
+
+
+def masks_of(root, split, *values):
+    """Images of 8 pixels whose masks hold one of these values each."""
+    folder = {part: root / part / split for part in ("images", "annotations")}
+    for number, value in enumerate(values):
+        mask = np.full((8, 8), value, dtype=np.uint8)
+        for part, pixels in (("images", np.zeros((8, 8, 3), np.uint8)), ("annotations", mask)):
+            folder[part].mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder[part] / f"{number:03}.png")
+    (root / "classes.txt").write_text("ground\nobject\n")
+    return heads_data.PixelClasses(root, next(key for key, name in heads_data.SPLITS.items() if name == split))
+
+
+@pytest.mark.parametrize(("most", "looked"), [(14, "14 masks"), (5, "5 masks looked at (of 14)")])
+def test_masks_that_label_nothing_are_refused(most, looked, tmp_path, monkeypatch):
+    monkeypatch.setattr(annotated_folders, "LOOKED_AT", most)
+    where = f"{tmp_path}/annotations/training"
+    source = masks_of(tmp_path, "training", *[0, 255] * 7)
+    with pytest.raises(
+        ValueError, match=f"^{where}: no pixel of the 14 masks has a class; label 1 is 'ground', and 0 and"
+    ):
+        source.look()
+    # One that has a class is enough, wherever it lies: of every third mask it is none.
+    empty, missing = masks_of(tmp_path, "training", *[0, 255] * 6, 0, 2).look()
+    number, classes = (13, "['ground']") if most == 14 else (5, "['ground', 'object']")
+    assert empty == f"{where}: {number} of the {looked} have no pixel of any class, nothing is learned from them"
+    assert missing == f"{where}: no pixel of the {looked} is of the class {classes}; label 1 is 'ground', 0 is none"
+
+
+def test_a_class_that_no_mask_has_is_named_for_training_alone(tmp_path):
+    for split, lines in (("training", 1), ("test", 0)):
+        assert len(masks_of(tmp_path, split, 1, 1).look()) == lines  # 0 and 1 where there were 1 and 2
+        assert not masks_of(tmp_path, split, 1, 2).look()
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "training" / "001.jpg")
+    [line] = heads_data.PixelClasses(tmp_path, "train").look()
+    assert line == f"{tmp_path}/annotations/training: 1 masks are of several images: ['001']"
+
+
+def test_images_without_a_labelled_pixel_have_no_loss(tmp_path):
+    """The mean over no pixels would be 0 / 0."""
+    config = tiny_config(tmp_path, "upernet")
+    model = build_model(config, ["a", "b"])
+    batch = {"pixel_values": torch.rand(2, 3, 32, 32), "labels": torch.full((2, 32, 32), IGNORED)}
+    outputs = model(**batch)
+    assert outputs.loss.isnan() and loss_of(outputs, batch).item() == 0
+    loss_of(outputs, batch).backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    batch["labels"][0, 0, 0] = 1
+    outputs = model(**batch)
+    assert loss_of(outputs, batch) is outputs.loss and outputs.loss > 0
+
+
+def test_boxes_of_no_width_are_left_out_of_learning_and_counted_by_the_metric(shapes, tmp_path):
+    root, path = shutil.copytree(shapes, tmp_path / "shapes"), "annotations/instances_training.json"
+    content = json.loads((root / path).read_text())
+    first, second, third = content["annotations"][:3]
+    first["bbox"][2], second["bbox"][3], third["area"] = 0, 0.5, 0
+    (root / path).write_text(json.dumps(content))
+    source = heads_data.read_source(KINDS["detr"], root, "train")
+    [line] = source.look()
+    assert line == (
+        f"{root}/{path}: 3 of 14 objects are less than a pixel wide or high or without area; nothing is learned from "
+        f"them, but the metric counts them (first: annotation 1 of 0.png, bbox {first['bbox']})"
+    )
+    assert len(source) == 6 and len(source.annotation(0)[2]) == 1  # the first image had two objects, both are left out
+    assert len(indexed(source.coco).anns) == 14
+
+
+def test_what_appears_twice_in_an_annotation_file(shapes, tmp_path):
+    content = json.loads((shapes / "annotations" / "instances_training.json").read_text())
+    images, categories = content["images"], content["categories"]
+    images.append({**images[0], "id": 99})
+    categories += [{"id": 77, "name": "dark"}, {"id": 78, "name": "none"}]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(content))
+    assert look_at_objects(read_coco(path).content, path, training=True) == [
+        f"{path}: several images have the same file_name, ['0.png']",
+        f"{path}: several categories have the same name, ['dark']",
+        f"{path}: no object to learn from is of the class ['dark', 'none']",
+    ]
+    assert len(look_at_objects(content, path, training=False)) == 2
+    for table, entry in (("images", images[0]), ("categories", categories[0])):
+        path.write_text(json.dumps({**content, table: [*content[table], entry]}))
+        with pytest.raises(ValueError, match=f"a.json: 2 of the {table} have the id {entry['id']}$"):
+            read_coco(path)
+    for name in (None, " ", [1]):
+        path.write_text(json.dumps({**content, "categories": [{"id": 5, "name": name}, *categories[1:]]}))
+        with pytest.raises(ValueError, match=r"a.json: the name of the category 5 is missing, it is "):
+            read_coco(path)
 
 
 def cut(path):

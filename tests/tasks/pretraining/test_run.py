@@ -52,14 +52,20 @@ def test_results_have_the_accuracies_and_how_sure_they_are(run):
     assert {path.name for path in run.iterdir()} >= {"model", "curves.png", "confusion.png", "results.json"}
 
 
-def test_evaluate_finds_the_same_and_takes_other_images(run):
+def test_evaluate_finds_the_same_and_takes_other_images(run, capsys):
     assert evaluate.main([str(run), "--linear"]) == 0
-    found, trained = (read_results(run / name) for name in ("evaluation/results_test.json", "results.json"))
+    found, trained = (read_results(run / name) for name in ("evaluation/results_test_linear.json", "results.json"))
     assert found["metrics"]["test_knn_accuracy"] == trained["metrics"]["test_knn_accuracy"]
     assert set(found["metrics"]) == {"test_knn_accuracy", "test_linear_accuracy"}
     arguments = ["data.limit_validation=20", "evaluation.neighbours=3", "--split", "validation"]
     assert evaluate.main([str(run), *arguments]) == 0
-    assert read_results(run / "evaluation/results_validation.json")["images"] == 20
+    assert "measures 20 of 1797 images, cut as validation (data.validation_fraction=" in capsys.readouterr().out
+    [other] = (run / "evaluation").glob("results_validation_*.json")
+    assert other.name.startswith("results_validation_limit_validation-neighbours_")
+    assert read_results(other)["images"] == 20
+    assert evaluate.main([str(run)]) == 0  # without the linear classifier, whose results stay
+    assert read_results(run / "evaluation/results_test_linear.json") == found
+    assert set(read_results(run / "evaluation/results_test.json")["metrics"]) == {"test_knn_accuracy"}
 
 
 def test_priors_are_compared_by_their_neighbours_and_the_records_are_evidence(tmp_path, capsys):
@@ -90,7 +96,8 @@ def test_a_linear_classifier_that_was_killed_goes_on_to_the_same_bits(run, monke
     assert evaluate.main([str(run), *epochs]) == 0
     kept = run / "evaluation" / "test_linear.safetensors"
     whole = {name: value.clone() for name, value in load_file(kept).items()}  # a file that is mapped changes with it
-    found = read_results(run / "evaluation/results_test.json")
+    [file] = (run / "evaluation").glob("results_test_linear_linear_epochs_*.json")
+    found = read_results(file)
     seen = []
 
     class Stopped(LinearState):
@@ -105,7 +112,7 @@ def test_a_linear_classifier_that_was_killed_goes_on_to_the_same_bits(run, monke
 
     monkeypatch.setattr(evaluate, "LinearState", Counted)
     assert evaluate.main([str(run), *epochs]) == 0 and seen == [3]  # nothing is done twice
-    assert read_results(run / "evaluation/results_test.json")["metrics"] == found["metrics"]
+    assert read_results(file)["metrics"] == found["metrics"]
     kept.write_bytes(kept.read_bytes()[:50])
     monkeypatch.setattr(evaluate, "LinearState", Stopped)
     with suppress(KeyboardInterrupt):
@@ -117,7 +124,7 @@ def test_a_linear_classifier_that_was_killed_goes_on_to_the_same_bits(run, monke
     assert set(again) == set(whole) == {"weight", "bias", "momentum.weight", "momentum.bias"}
     assert all(value.equal(whole[name]) for name, value in again.items())
     assert evaluate.main([str(run), *epochs, "evaluation.linear_learning_rate=0.5"]) == 0 and seen == [3, 1, 0]
-    assert [path.name for path in kept.parent.glob("*linear*")] == [kept.name]
+    assert [path.name for path in kept.parent.glob("*linear.safetensors")] == [kept.name]
 
 
 def test_bad_values_of_evaluate_are_one_line(run, capsys):
@@ -133,7 +140,7 @@ def test_what_evaluate_is_given_acts(run, tmp_path):
     """`evaluation.linear=true` trains the classifier, and another crop is seen."""
     out = tmp_path / "out"
     assert evaluate.main([str(run), "--out", str(out), "evaluation.linear=true", "evaluation.eval_crop_ratio=0.5"]) == 0
-    found = json.loads((out / "results_test.json").read_text())
+    found = json.loads((out / "results_test_linear.json").read_text())
     own = json.loads((run / "results.json").read_text())["metrics"]
     assert found["metrics"].keys() == {"test_knn_accuracy", "test_linear_accuracy"}
     assert found["metrics"]["test_knn_accuracy"] != own["test_knn_accuracy"]

@@ -172,7 +172,8 @@ def test_processes_end_when_the_one_that_started_them_is_killed(tmp_path):
 def evaluated(saved, out, *options):
     arguments = [str(saved), "--seed", "70", "--max-steps", "12", "--sampling-steps", "2", "--out", str(out), *options]
     assert evaluate.main(arguments) == 0
-    return json.loads((out / "results_test.json").read_text())
+    newest = max(out.glob("results_test*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return json.loads(newest.read_text())
 
 
 def outcome(results):
@@ -217,10 +218,17 @@ def test_a_killed_evaluation_goes_on_and_processes_do_not_change_the_results(sav
     assert "6/6" in written.err  # the progress
     assert (out / "episodes.png").read_bytes() == (tmp_path / "whole" / "episodes.png").read_bytes()
 
+    plain = (out / "results_test.json").read_bytes()
     more = evaluated(saved, out, "--episodes", "7")
     assert more["played_now"] == 1 and more["episodes"][:6] == whole["episodes"]
     other = evaluated(saved, out, "--episodes", "1", "--sampler", "ddpm")
     assert other["played_now"] == 1 and len(list((out / "episodes").iterdir())) == 2
+    # No results, picture or film of one evaluation replaces those of another.
+    assert (out / "results_test.json").read_bytes() == plain and len(list(out.glob("episodes*.png"))) == 3
+    names = sorted(path.stem.rpartition("_")[0] for path in out.glob("results_test_*.json"))
+    assert names == ["results_test_episodes", "results_test_episodes-sampler"]
+    assert all((out / each["film"]).is_file() for each in (resumed, more, other))
+    assert len({each["film"] for each in (resumed, more, other)}) == 3
 
 
 def test_a_second_evaluation_waits_for_the_episode_that_another_plays(saved, tmp_path, monkeypatch):

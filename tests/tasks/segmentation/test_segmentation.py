@@ -45,7 +45,7 @@ from tasks.segmentation.evaluate import main as evaluate_main
 from tasks.segmentation.task import SEGMENTATION, constant_predictor, draw_predictions
 from tasks.segmentation.train import main as train_main
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
-from tests.tasks.common.mm.shapes import PARTS, data_roots, litter, write_shapes
+from tests.tasks.common.mm.shapes import COUNTS, PARTS, data_roots, litter, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def tell_classes_apart(weights):
     return weights
 
 
-def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
+def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, data, tmp_path):
     out, results = finished
     assert results["steps"] == 8 and [entry["step"] for entry in results["history"]] == list(range(1, 9))
     assert {"test_mIoU", "test_aAcc", "test_mAcc"} <= set(results["metrics"])
@@ -91,6 +91,11 @@ def test_a_run_leaves_everything_and_evaluate_reproduces_it(finished, tmp_path):
     assert (tmp_path / "evaluation" / "predictions_test.png").exists()
     other = evaluate(SEGMENTATION, out, "validation")  # of a run, the model is meant
     assert other["model_sha256"] == results["model_sha256"] and (out / "evaluation/results_validation.json").is_file()
+    for options in ([], [f"val_dataloader.dataset.data_root={shutil.copytree(data, tmp_path / 'new')}"]):
+        assert evaluate_main([str(out), "--split", "validation", *options]) == 0
+    first, named = sorted(out.glob("evaluation/results_validation*.json"), key=lambda path: len(path.name))
+    assert read_results(first)["config"]["test_dataloader"]["dataset"]["data_root"] == f"{data}/"
+    assert named.name.startswith("results_validation_data_root_") and len(list(first.parent.glob("*.png"))) == 2
     assert other["images"] == 3 and set(other["metrics"]) == {"validation_mIoU", "validation_aAcc", "validation_mAcc"}
 
 
@@ -227,6 +232,33 @@ def test_own_data_of_odd_sizes_is_trained_evaluated_and_its_classes_are_counted(
     (tmp_path / "own/classes.txt").unlink()
     assert train_main(["--config", config, f"output_dir={tmp_path}/other", *small]) == 2
     assert "classes.txt is missing; it holds one class a line" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("split", ["training", "test"])
+def test_masks_that_label_nothing_end_a_run_before_it_begins(split, data, tmp_path, capfd):
+    root = shutil.copytree(data, tmp_path / "data")
+    for number, file in enumerate(sorted((root / "annotations" / split).iterdir())):
+        Image.fromarray(np.full((32, 32), number % 2 * 255, np.uint8)).save(file)
+    options = [*OVERRIDES, *data_roots(root), f"output_dir={tmp_path / 'run'}"]
+    assert train_main(["--config", str(CONFIGS / "smoke.py"), *options]) == 2
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert (
+        f"annotations/{split}: no pixel of the {COUNTS[split]} masks has a class; label 1 is 'background', and" in said
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_no_training_mask_has_is_named(data, tmp_path):
+    root = shutil.copytree(data, tmp_path / "data")
+    for split, said in (("training", 1), ("test", 0)):
+        for file in (root / "annotations" / split).iterdir():
+            Image.fromarray(np.minimum(np.asarray(Image.open(file)), 2)).save(file)
+        part = {"training": "train", "test": "test"}[split]
+        runner = build_runner(config_of(root, tmp_path / split))
+        lines = SEGMENTATION.look(getattr(runner, f"{part}_dataloader").dataset, part == "train")
+        assert [line.partition(": ")[2] for line in lines] == [
+            "no pixel of the 7 masks is of the class ['dark']; label 1 is 'background', 0 is none"
+        ] * said
 
 
 def test_slide_mode_averages_the_crops(finished, data, tmp_path):

@@ -82,6 +82,10 @@ def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsy
     again = json.loads((out / "evaluation" / "results_test.json").read_text())
     assert again["metrics"]["test_accuracy"] == results["metrics"]["test_accuracy"]
     assert again["confusion"] == results["confusion"]
+    assert evaluate.main([str(out / "model"), "data.test_clips=2", "data.test_crops=3"]) == 0  # of other views
+    assert json.loads((out / "evaluation" / "results_test.json").read_text()) == again
+    [other] = (out / "evaluation").glob("results_test_test_clips-test_crops_*.json")
+    assert json.loads(other.read_text())["config"]["data"]["test_crops"] == 3
 
 
 def test_a_class_that_test_lacks_is_no_matter(videos, config_file, tmp_path):

@@ -263,3 +263,13 @@ def test_the_mean_of_the_classes_accuracies():
     labels, guesses = [0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 2, 0]
     metrics = extra_metrics(confusion_matrix(np.array(labels), np.array(guesses), 4), ["a", "b", "c", "d"])
     assert metrics == {"mean_class_accuracy": pytest.approx(balanced_accuracy_score(labels, guesses))}
+
+
+def test_a_list_without_a_label_is_refused_by_its_line(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.csv").write_text("path,label\na.mp4, jump \nb.mp4,sit\n")
+    assert read(tmp_path, "csv", lists=str(tmp_path))[1] == ["jump", "sit"]  # without blanks around it
+    for label, said in (("nan", "the label is missing, it is 'nan'"), ("  ", "path 'c.mp4' or label ''")):
+        (tmp_path / "test.csv").write_text(f"path,label\na.mp4,jump\nc.mp4,{label}\n")
+        with pytest.raises(ValueError, match=rf"test.csv, line 3: {said}$"):
+            read(tmp_path, "csv", lists=str(tmp_path))

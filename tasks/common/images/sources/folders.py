@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from accelerate import PartialState
 
 from hf_sparseprior.cli.image_files import (
     ENDINGS,
@@ -20,9 +21,10 @@ from hf_sparseprior.cli.image_files import (
     is_hidden,
     is_image,
 )
-from tasks.common.command import short
+from tasks.common.command import short, shown
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.sources.images import (
+    LONGEST_NAME,
     ImageData,
     Images,
     counts,
@@ -30,6 +32,7 @@ from tasks.common.images.sources.images import (
     encode_labels,
     file_images,
     is_split,
+    is_whole_number,
     pick_splits,
     read_classes,
 )
@@ -141,49 +144,62 @@ def read_csv(config: DataConfig) -> ImageData:
     else:
         raise OSError(f"data.path={config.path} is neither a CSV file nor a folder of train.csv")
     rows = {split: _read_table(table, config) for split, table in tables.items()}
-    read, origins = {split: own[:2] for split, own in rows.items()}, {split: own.name for split, own in tables.items()}
-    if root.is_file() and rows["train"][2] is not None:
-        read, origins = _by_split(rows["train"], config, root)
-    values: dict[str, Sequence[object]] = {split: labels for split, (_, labels) in read.items()}
+    origins = {split: own.name for split, own in tables.items()}
+    if root.is_file() and rows["train"].splits is not None:
+        rows, origins = _by_split(rows["train"], config, root)
+    values: dict[str, Sequence[object]] = {split: own.labels for split, own in rows.items()}
     names = read_classes(config.classes) if config.classes else None
-    different = {label for _, labels in read.values() for label in labels}
-    if all(map(_is_integer, different)) and not different <= set(names or ()):
-        values = {split: [int(label) for label in labels] for split, (_, labels) in read.items()}
-    classes, labels = encode_labels(values, names, str(root))
-    splits = {split: file_images(read[split][0], labels[split], config.decoding) for split in read}
+    kinds = _kinds(list(rows.values()))
+    if not kinds[False] and not set(kinds[True]) <= set(names or ()):
+        values = {split: [int(label) for label in own.labels] for split, own in rows.items()}
+    elif names is None and kinds[False] and kinds[True] and PartialState().is_main_process:
+        label, place = next(iter(kinds[False].items()))
+        print(f"{place}: label {shown(label)} is no whole number, so all labels are names", flush=True)
+    classes, labels = encode_labels(values, names, str(root), lambda split, index: rows[split].places[index])
+    splits = {split: file_images(rows[split].files, labels[split], config.decoding) for split in rows}
     return ImageData(splits, classes, f"images of {root.name} ({counts(splits)})", passed_over, origins)
 
 
-def _is_integer(text: str) -> bool:
-    """Whether a text is a number as it is written: "007" and "7" are different names."""
-    return re.fullmatch("0|-?[1-9][0-9]*", text) is not None
+@dataclass
+class _Rows:
+    """Of each row of a CSV file its image, label and place, and its split if there is a column of them."""
+
+    files: list[str]
+    labels: list[str]
+    places: list[str]
+    splits: list[str] | None
+
+    def of_split(self, name: str) -> _Rows:
+        """The rows that the column of splits gives this name."""
+        chosen = [index for index, own in enumerate(self.splits or ()) if own == name]
+        files, labels, places = (
+            [values[index] for index in chosen] for values in (self.files, self.labels, self.places)
+        )
+        return _Rows(files, labels, places, None)
 
 
-Rows = tuple[list[str], list[str], list[str] | None]
+def _kinds(rows: Sequence[_Rows]) -> dict[bool, dict[str, str]]:
+    """The different labels that are whole numbers (True) and that are not, each with the place of a row that has it."""
+    kinds: dict[bool, dict[str, str]] = {True: {}, False: {}}
+    for own in rows:
+        for label, place in zip(own.labels, own.places, strict=True):
+            kinds[is_whole_number(label)].setdefault(label, place)
+    return kinds
 
 
-def _by_split(
-    rows: Rows, config: DataConfig, table: Path
-) -> tuple[dict[str, tuple[list[str], list[str]]], dict[str, str]]:
-    """The files and labels of one CSV file by our split, as its column of splits says, and where each comes from."""
-    files, labels, names = rows
-    assert names is not None
+def _by_split(rows: _Rows, config: DataConfig, table: Path) -> tuple[dict[str, _Rows], dict[str, str]]:
+    """The rows of one CSV file by our split, as its column of splits says, and where each split comes from."""
+    names = rows.splits or []
     chosen = pick_splits(sorted(set(names)), config, f"{table}, column {SPLIT_COLUMN}")
     if unknown := sorted(set(names) - set(chosen.values())):
         raise ValueError(f"{table}, column {SPLIT_COLUMN}: {unknown[0]!r} is no split; data.splits names others")
-    read = {
-        split: (
-            [file for file, its in zip(files, names, strict=True) if its == name],
-            [label for label, its in zip(labels, names, strict=True) if its == name],
-        )
-        for split, name in chosen.items()
-    }
-    return read, {split: f"rows of {SPLIT_COLUMN} {name}" for split, name in chosen.items()}
+    origins = {split: f"rows of {SPLIT_COLUMN} {name}" for split, name in chosen.items()}
+    return {split: rows.of_split(name) for split, name in chosen.items()}, origins
 
 
-def _read_table(table: Path, config: DataConfig) -> Rows:
+def _read_table(table: Path, config: DataConfig) -> _Rows:
     """Image files and labels of one CSV file, and splits if it has a column of them."""
-    files, labels, splits, problems = [], [], [], []
+    files, labels, places, splits, problems = [], [], [], [], []
     try:
         with open(table, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, strict=True)
@@ -196,19 +212,24 @@ def _read_table(table: Path, config: DataConfig) -> Rows:
                 splits += [(row[split] or "").strip()] if split is not None else []
                 files.append(str(table.parent / path))
                 labels.append(value)
+                places.append(f"{table}, line {rows.line_num}")
                 if not path:
                     problems.append(f"line {rows.line_num}: no {image}")
                 elif not value:
                     problems.append(f"line {rows.line_num}: no {label}")
                 elif not os.path.isfile(files[-1]):
-                    problems.append(f"line {rows.line_num}: {files[-1]} does not exist")
+                    problems.append(f"line {rows.line_num}: {_named(files[-1])} does not exist")
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{table} is not a CSV file in UTF-8 ({error})") from None
     if problems:
         raise ValueError(f"{table}, {problems[0]} ({len(problems)} of {len(files)} rows are bad)")
     if not files:
         raise ValueError(f"{table} has no rows")
-    return files, labels, splits if split is not None else None
+    return _Rows(files, labels, places, splits if split is not None else None)
+
+
+def _named(path: str) -> str:
+    return path if len(path) <= LONGEST_NAME else shown(path)
 
 
 def _column(columns: Sequence[str], name: str | None, field: str, usual: Sequence[str], table: Path) -> str:

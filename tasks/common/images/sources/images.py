@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.cli.image_files import PassedOver, TooDeep, decode_image
-from tasks.common.command import short
+from tasks.common.command import short, shown
 from tasks.common.images.config import SPLITS, DataConfig, Decoding
 
 # Names that common data sets give to each split's folder or file, in any case, also with "seg_" before them.
@@ -27,6 +27,7 @@ UNCLEAR = ("eval", "evaluation", "holdout")  # what they are for their data set 
 
 
 PIPELINE = Decoding()
+LONGEST_NAME = 255  # longer texts are no names of files; images as base64 are
 TOO_DEEP = " has more than 8 bits a channel, which transformers' pipelines cut off at 255; data.depth16=scale scales it"
 
 
@@ -92,7 +93,7 @@ class ImageData:
     """Every split of a source and the names of its classes.
 
     passed_over: files that were no images. origins: where splits come from, as a run says it; the reader gives those
-        that it knows, `load_data` all.
+        that it knows, `load_data` all. cut: {split that the source did not have: how many images it was cut from}.
     """
 
     splits: dict[str, Images]
@@ -100,6 +101,7 @@ class ImageData:
     description: str
     passed_over: PassedOver = field(default_factory=PassedOver)
     origins: dict[str, str] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
 
 
 def counts(sizes: Mapping[str, Any]) -> str:
@@ -251,8 +253,39 @@ def read_classes(path: str) -> list[str]:
     return classes
 
 
+def is_whole_number(text: str) -> bool:
+    """Whether a text is a whole number as Python writes it: "007" and "7" are different names."""
+    return re.fullmatch("0|-?[1-9][0-9]*", text) is not None
+
+
+MISSING = ("", "nan", "<na>")  # what pandas writes in place of a missing value
+
+
+def label_problem(value: Any) -> str | None:
+    """What is wrong with a stored label that no list of classes names, or None for a name or number of a class."""
+    if not isinstance(value, (str, int, float, np.generic, type(None))):
+        kind = "several" if isinstance(value, (list, tuple, dict)) else type(value).__name__
+        return f"label {shown(value)} must be one name or number, not {kind}"
+    if value is None or value != value or (isinstance(value, str) and value.strip().lower() in MISSING):
+        return f"the label is missing, it is {shown(value)}"
+    return None
+
+
+def class_of(value: Any, index_of: Mapping[Any, int], classes: Sequence[str]) -> int:
+    """The index of a stored label's class. ValueError with what is wrong for one that has none."""
+    try:
+        return index_of[value]
+    except (KeyError, TypeError):  # of a list
+        advice = "; -1 marks images without labels, leave the split out with data.splits" if value == -1 else ""
+        unknown = f"label {shown(value)} is not among the classes {short(classes)}{advice}"
+        raise ValueError(label_problem(value) or unknown) from None
+
+
 def encode_labels(
-    values: Mapping[str, Sequence[Any]], classes: Sequence[str] | None, where: str
+    values: Mapping[str, Sequence[Any]],
+    classes: Sequence[str] | None,
+    where: str,
+    row: Callable[[str, int], str] | None = None,
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """Labels as class indices.
 
@@ -260,31 +293,33 @@ def encode_labels(
         values: each split's labels as stored: class names or, with `classes`, also class indices.
         classes: class names in order; None: the sorted labels of the training images.
         where: the source, for errors.
+        row: (split, index) -> what errors call a row; None: by source, split and index.
 
     Returns:
         class names; each split's labels, (count,) int64.
+
+    Raises:
+        ValueError: for a label that is missing, that is several, or that no class has; the message names its row.
     """
+    row = row or f"{where}, {{}} row {{}}".format
     if classes is None:
-        different = set(values["train"])
-        if None in different:
-            raise ValueError(f"{where}, train: the label is missing for some images")
-        ordered = sorted(different)
+        for index, value in enumerate(values["train"]):
+            if (problem := label_problem(value)) is not None:
+                raise ValueError(f"{row('train', index)}: {problem}")
+        ordered = sorted(set(values["train"]))
         classes = [str(value) for value in ordered]
         index_of: dict[Any, int] = {value: index for index, value in enumerate(ordered)}
     else:
         index_of = class_indices(classes)
     if len(classes) < 2:
         raise ValueError(f"{where} must hold two or more classes, found {list(classes)}")
-    labels = {}
+    labels = {split: np.empty(len(own), dtype=np.int64) for split, own in values.items()}
     for split, own in values.items():
-        unknown = Counter(value for value in own if value not in index_of)
-        if unknown:
-            value, count = unknown.most_common(1)[0]
-            advice = "; -1 marks images without labels, leave the split out with data.splits" if value == -1 else ""
-            raise ValueError(
-                f"{where}, {split}: label {value!r} ({count} images) is not among the classes {short(classes)}{advice}"
-            )
-        labels[split] = np.array([index_of[value] for value in own], dtype=np.int64)
+        for index, value in enumerate(own):
+            try:
+                labels[split][index] = class_of(value, index_of, classes)
+            except ValueError as error:
+                raise ValueError(f"{row(split, index)}: {error}") from None
     return list(classes), labels
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tasks.common.command import short
+from tasks.common.command import shown
 from tasks.common.images.config import SPLITS, DataConfig
-from tasks.common.images.sources.images import class_indices, data_folder, pick_splits, split_files
+from tasks.common.images.sources.images import class_indices, class_of, data_folder, pick_splits, split_files
 from tasks.common.images.sources.tables import (
     arrow_tables,
     check_classes,
@@ -132,9 +132,11 @@ def _rows(
         pairs = (pair for batch in read(shard, columns) for pair in zip(batch[image], batch[label], strict=True))
         for number, (stored, name) in enumerate(pairs):
             index = (shard << ROW_BITS) + number
-            if name not in index_of:
-                raise ValueError(f"{row_name(where, index)}: label {name!r} is not among the classes {short(classes)}")
-            yield {"image": _encoded(stored, config, row_name(where, index)), "label": index_of[name], "index": index}
+            try:
+                number_of_class = class_of(name, index_of, classes)
+            except ValueError as error:
+                raise ValueError(f"{row_name(where, index)}: {error}") from None
+            yield {"image": _encoded(stored, config, row_name(where, index)), "label": number_of_class, "index": index}
 
 
 def _encoded(stored: Any, config: DataConfig, row: str) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _encoded(stored: Any, config: DataConfig, row: str) -> dict[str, Any]:
     elif isinstance(stored, (bytes, str)):
         content, path = (stored, None) if isinstance(stored, bytes) else (None, stored)
     else:
-        raise ValueError(f"{row} holds no image, but {stored!r}")
+        raise ValueError(f"{row} holds no image, but {shown(stored)}")
     if content is None and path:
         check_place(path, config, row)
     if content is None and path and "://" in path:

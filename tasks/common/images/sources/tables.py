@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tasks.common.command import short
+from tasks.common.command import short, shown
 from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.sources.images import (
+    LONGEST_NAME,
     PIPELINE,
     ImageData,
     Images,
@@ -186,6 +187,8 @@ def check_place(path: str, config: DataConfig, row: str) -> None:
         # A link to a single file is followed, as in folders of images; so only the folder is resolved.
         folder = None if "\0" in path else _real(os.path.dirname(path))
         inside = folder is not None and any(folder.is_relative_to(root) for root in _roots(config))
+    if not inside and len(path) > LONGEST_NAME:
+        raise ValueError(f"{row} holds {len(path)} characters of text, {shown(path)}, in place of an image or its file")
     if not inside:
         place = "the hub and its caches" if from_hub else f"data.path={config.path}"
         raise ValueError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tasks.common.command import shown
 from tasks.common.images.config import DataConfig, Decoding
-from tasks.common.images.sources.images import ImageData, Images, counts, data_folder, file_images
+from tasks.common.images.sources.images import ImageData, Images, counts, data_folder, file_images, is_whole_number
 from tasks.common.images.vtab_tasks import LISTS, STAGES, TASKS, Task
 
 
@@ -53,8 +54,8 @@ def read_list(path: Path, task: Task, decoding: Decoding) -> Images:
     for number, line in enumerate(lines, start=1):
         image, _, label = line.strip().rpartition(" ")
         files.append(str(path.parent / image.strip()))
-        if not image or not (label.isascii() and label.isdecimal()):
-            problems.append(f"line {number}: {line!r} is not an image and a label")
+        if not image or not is_whole_number(label) or int(label) < 0:
+            problems.append(f"line {number}: {shown(line)} is not an image and a label")
         elif int(label) >= task.classes:
             problems.append(f"line {number}: label {label} must be below the {task.classes} classes of {task.name}")
         elif not os.path.isfile(files[-1]):

@@ -67,6 +67,7 @@ NOT_A_LINE = r"is not an image and a label"
             r"train800.txt, line 4: label 10 must be below the 10 classes of eurosat",
         ),
         ("train800", "3.jpg 3\n", "3.jpg -1\n", rf"line 4: 'images/train800/000003.jpg -1' {NOT_A_LINE}"),
+        ("train800", "3.jpg 3\n", "3.jpg 03\n", rf"line 4: 'images/train800/000003.jpg 03' {NOT_A_LINE}"),
         ("train800", "3.jpg 3\n", "3.jpg\n", rf"line 4: 'images/train800/000003.jpg' {NOT_A_LINE}"),
         ("train800", "3.jpg 3\n", "3.jpg three\n", rf"line 4: .* {NOT_A_LINE}"),
         ("train800", "3.jpg 3\n", "3.jpg ³\n", rf"line 4: .* {NOT_A_LINE}"),

@@ -178,7 +178,7 @@ def test_parquet_with_missing_labels_one_class_or_no_images_is_refused(tmp_path)
     (tmp_path / "p").mkdir()
     table = pyarrow.table({"image": [png(digit(0))] * 3, "label": ["a", None, "b"]})
     pyarrow.parquet.write_table(table, tmp_path / "p" / "train.parquet")
-    with pytest.raises(ValueError, match="label is missing for some images"):
+    with pytest.raises(ValueError, match=r"p, train row 1: the label is missing, it is None"):
         load_data(DataConfig(source="parquet", path=str(tmp_path / "p")))
     with pytest.raises(ValueError, match="two or more classes"):
         load_data(DataConfig(source="parquet", path=str(write_parquet(tmp_path / "q", ["3"] * 4))))

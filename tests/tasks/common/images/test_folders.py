@@ -1,5 +1,7 @@
 """Folders and tables of images as people have them: what systems leave in them, and what splits are called."""
 
+import base64
+import io
 import os
 import re
 from importlib import import_module
@@ -7,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,9 +19,11 @@ from hf_sparseprior.cli.labelled_images import read_class_folders, read_image
 from tasks.common.command import tell_data
 from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.data import load_data
-from tasks.common.images.sources import READERS, decode, drop_corrupt
+from tasks.common.images.sources import READERS, decode, drop_corrupt, stream_data
 from tasks.common.results import write_results
 
+Image.new("RGB", (8, 8)).save(png := io.BytesIO(), "PNG")
+PNG = png.getvalue()
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 200, 30)}
 
 
@@ -300,3 +305,85 @@ def test_values_of_the_column_that_are_no_splits_are_refused(tmp_path):
     file = table(tmp_path, rows, "image,label,split")
     with pytest.raises(ValueError, match=r"data\.csv, column split: 'unused' is no split; data\.splits names others"):
         read(file, "csv")
+
+
+# ---- labels ---------------------------------------------------------------------------------------------------------
+
+
+def write_labels(root: Path, labels: list[str]) -> Path:
+    """labels.csv in a folder, two images of each label; line 2 is the first row."""
+    draw(root / "x.png")
+    rows = "".join(f"x.png,{label}\n" for label in labels for _ in range(2))
+    (root / "labels.csv").write_text(f"image,label\n{rows}")
+    return root / "labels.csv"
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "said"),
+    [
+        (["10", "2", "-1"], ["-1", "2", "10"], None),
+        (["7", "007", "10"], ["007", "10", "7"], "line 4: label '007'"),
+        (["1", "--1", "2"], ["--1", "1", "2"], "line 4: label '--1'"),
+        (["1_0", "+1", "1.0"], ["+1", "1.0", "1_0"], None),
+        (["\u0661", "1"], ["1", "\u0661"], "line 2: label '\u0661'"),
+    ],
+)
+def test_labels_are_numbers_only_as_python_writes_them(labels, classes, said, tmp_path, capsys):
+    data = read(write_labels(tmp_path, labels), "csv")
+    assert data.classes == classes
+    assert [data.classes[label] for label in data.splits["train"].labels] == [name for name in labels for _ in "ab"]
+    printed = capsys.readouterr().out
+    assert printed == (f"{tmp_path}/labels.csv, {said} is no whole number, so all labels are names\n" if said else "")
+    (tmp_path / "names.txt").write_text("\n".join(classes))
+    read(tmp_path / "labels.csv", "csv", classes=str(tmp_path / "names.txt"))
+    assert not capsys.readouterr().out  # a list of classes says it
+
+
+@pytest.mark.parametrize("value", ["nan", "NaN", "<NA>"])
+def test_no_class_is_made_from_a_missing_value(value, tmp_path):
+    table = write_labels(tmp_path, ["a", value, "b"])
+    with pytest.raises(ValueError, match=rf"labels.csv, line 4: the label is missing, it is '{value}'$"):
+        read(table, "csv")
+    (tmp_path / "names.txt").write_text(f"{value}\na\nb\n")  # unless it is one
+    assert read(table, "csv", classes=str(tmp_path / "names.txt")).classes[0] == value
+
+
+COLUMNS = {
+    "missing number": ([1.0, float("nan"), 2.0], "the label is missing, it is nan"),
+    "missing text": (["a", "", "b"], "the label is missing, it is ''"),
+    "null": (["a", None, "b"], "the label is missing, it is None"),
+    "list": ([[1], [2, 3], [4]], r"label \[1\] must be one name or number, not several"),
+    "record": ([{"name": "a"}] * 3, r"label {'name': 'a'} must be one name or number, not several"),
+    "bytes": ([b"a" * 500] * 3, rf"label b'{'a' * 75}\.\.\. must be one name or number, not bytes"),
+    "no label": ([0, -1, 1], r"label -1 is not among the classes \['a', 'b'\]; -1 marks images without labels"),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_bad_labels_of_tables_are_named_with_their_row(kind, tmp_path):
+    labels, said = COLUMNS[kind]
+    classes = datasets.ClassLabel(names=["a", "b"]) if kind == "no label" else None
+    table = datasets.Dataset.from_dict({"image": [PNG] * 3, "label": labels})
+    table = table.cast_column("label", classes) if classes else table
+    table.to_parquet(tmp_path / "train.parquet")
+    number = 0 if kind in ("list", "record", "bytes") else 1
+    with pytest.raises(ValueError, match=rf"^{tmp_path}, train row {number}: {said}") as raised:
+        read(tmp_path, "parquet", label_column="label")
+    assert len(str(raised.value)) < len(str(tmp_path)) + 200
+    table.to_parquet(tmp_path / "test.parquet")
+    table.to_parquet(tmp_path / "validation.parquet")
+    (tmp_path / "names.txt").write_text("a\nb\n")
+    settings = {} if classes else {"classes": str(tmp_path / "names.txt")}
+    config = DataConfig(source="parquet", path=str(tmp_path), label_column="label", streaming=True, **settings)
+    with pytest.raises(ValueError, match=r"train shard 0 row \d: (the )?label "):
+        list(stream_data(config).splits["train"])
+
+
+def test_images_as_text_are_named_with_their_row_and_cut(tmp_path):
+    text = base64.b64encode(PNG * 9).decode()
+    (tmp_path / "labels.csv").write_text(f"image,label\n{text},a\n{text},b\n")
+    with pytest.raises(ValueError, match=r"labels.csv, line 2: '.{76}\.\.\. does not exist \(2 of 2"):
+        read(tmp_path / "labels.csv", "csv")
+    datasets.Dataset.from_dict({"image": [text] * 2, "label": ["a", "b"]}).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=rf"train row 0 holds {len(text)} characters of text, 'iVBOR.{{71}}\.\.\., in"):
+        read(tmp_path, "parquet")

@@ -828,7 +828,7 @@ def put(name, content):
         ("csv", edit("train.csv", "Label", "kind"), "data.label_column is needed, none"),
         ("csv", edit("train.csv", "other", "path"), "data.image_column is needed, several"),
         ("csv", put("train.csv", b"\xff\xfe\x00,"), "is not a CSV file in UTF-8"),
-        ("csv", edit("test.csv", ",10,", ",11,"), r"test: label 11 \(2 images\) is not am"),
+        ("csv", edit("test.csv", ",10,", ",11,"), r"test.csv, line \d: label 11 is not among the classes"),
         ("csv", unlink("train.csv"), "has no training split named train or training, only test"),
         ("tiny_imagenet", unlink("*/wnids.txt"), "has no wnids.txt; data.path must be"),
         ("tiny_imagenet", edit("tiny-imagenet-200/wnids.txt", "n10", "n11"), "see .'n10', 'n11'"),
@@ -977,7 +977,7 @@ def test_hub_answers(write, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, **options: Info)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append((names, options)) or tables)
-    with pytest.raises(ValueError, match=r"test: label -1 .* leave the split out with data\.splits"):
+    with pytest.raises(ValueError, match=r"test row 0: label -1 .* leave the split out with data\.splits"):
         load_data(DataConfig(source="hub", path="someone/animals", revision="v1"))
     assert asked == [(("someone/animals",), {"name": None, "streaming": False, "revision": "v1"})]
     splits = {"train": "train", "test": "validation"}
