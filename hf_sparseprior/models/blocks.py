@@ -171,9 +171,10 @@ def checkpoint_layer(layer: nn.Module, checkpoint: Callable, run: Callable, *arg
     Reentrant checkpoints give no gradient unless an argument needs one. Behind frozen embeddings none does, so a layer
     with something to learn gets its first argument, the hidden states, as one that does.
     """
-    needed = any(torch.is_tensor(arg) and arg.requires_grad for arg in args) or not torch.is_grad_enabled()
-    if is_reentrant(checkpoint) and not needed and any(parameter.requires_grad for parameter in layer.parameters()):
-        args = (args[0].detach().requires_grad_(), *args[1:])
+    if is_reentrant(checkpoint) and torch.is_grad_enabled() and torch.is_tensor(args[0]):
+        needed = any(torch.is_tensor(arg) and arg.requires_grad for arg in args)
+        if not needed and any(parameter.requires_grad for parameter in layer.parameters()):
+            args = (args[0].detach().requires_grad_(), *args[1:])
     return checkpoint(run, *args, **kwargs)
 
 

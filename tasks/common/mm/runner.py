@@ -27,7 +27,7 @@ from hf_sparseprior.training.finite import SETTING, STOP, check_setting
 from tasks.common.command import first_line
 from tasks.common.mm.backbone import check_predictors
 from tasks.common.mm.config import for_frameworks
-from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
+from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData, TellLearning
 from tasks.common.mm.init_cfg import missing_layers
 from tasks.common.mm.loading import refuse_pickles
 from tasks.common.mm.reading import check_reading
@@ -161,6 +161,7 @@ def build_runner(config: Config) -> QuietRunner:
     runner.register_hook(CheckClasses())
     runner.register_hook(ShareBuffers())
     runner.register_hook(TellData())
+    runner.register_hook(TellLearning())
     if config.get(SETTING, STOP) == STOP:
         runner.register_hook(CheckFinite())
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot
