@@ -37,6 +37,7 @@ from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
     IMPLEMENTATION,
     MARKER,
+    PRIOR_MODULE,
     RECORD,
     stock_priors,
 )
@@ -132,7 +133,8 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
         options = {**options, "config": _without_loader(source, config, location)}
     with_info = options.pop("output_loading_info", False)
     model, info = load_pretrained(model_class.from_pretrained, source, **options, output_loading_info=True)
-    check_layers(source, [name for name in model.state_dict() if not is_prior_weight(name)], info)
+    brought = [name for name in model.state_dict() if not (is_prior_weight(name) or PRIOR_MODULE in name.split("."))]
+    check_layers(source, brought, info)
     if record is not None and not stock_priors(model):
         load_prior(model, source, **location)
     return (model, info) if with_info else model

@@ -153,6 +153,7 @@ class LearningWatch:
 
 def learn_behind_frozen(model: nn.Module) -> None:
     """Let reentrant checkpoints of any model of transformers give gradients where its embeddings are frozen."""
+    module: Any
     for module in model.modules():
         if _is_reentrant(module):
             module._gradient_checkpointing_func = partial(checkpoint_layer, module, module._gradient_checkpointing_func)
@@ -199,7 +200,8 @@ def has_label(batch: Mapping[str, Any], ignored: Collection[int] = (-100,)) -> T
     labels = batch.get("labels", batch.get("class_labels"))
     if isinstance(labels, (list, tuple)):
         objects = [each.get("class_labels") if isinstance(each, Mapping) else each for each in labels]
-        return any(map(len, objects)) if all(isinstance(each, Tensor) for each in objects) else None
+        tensors = [each for each in objects if isinstance(each, Tensor)]
+        return any(len(each) > 0 for each in tensors) if len(tensors) == len(objects) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     counted = torch.ones_like(labels, dtype=torch.bool)

@@ -444,7 +444,7 @@ def test_a_checkpoint_without_weights_or_layers_is_refused(keep, message, prior,
     file = tmp_path / "model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if keep(name)}, file, {"format": "pt"})
     if message is None:  # a new head is what fine-tuning begins with
-        loaded, info = sp.from_pretrained(ViTForImageClassification, tmp_path, output_loading_info=True)
+        _, info = sp.from_pretrained(ViTForImageClassification, tmp_path, output_loading_info=True)
         assert {*info["missing_keys"]} == {"classifier.weight", "classifier.bias"}
         return
     with pytest.raises(OSError, match=message):
