@@ -51,7 +51,7 @@ def lora_config(
 
     Args:
         model: what will be adapted; one that has adapters already may get another.
-        rank: r of the update B A, of 1 or more; None: 8.
+        rank: r of the update B A, of 1 or more; None: 8. `r=`, peft's name of it, is taken too.
         alpha: the update is scaled by alpha / rank; None: alpha = rank, as in HF's image classification guide.
         dropout: dropout probability of the update's input, in [0, 1).
         use_dora: learn the magnitude of each output separately.
@@ -65,6 +65,10 @@ def lora_config(
         ValueError: for a bad value, a target that is not in the model, a family whose names are not known, and for a
             parameter in `modules_to_save`, which peft would silently ignore.
     """
+    if "r" in options:
+        if rank is not None:
+            raise ValueError(f"rank={rank!r} and r={options['r']!r} are two names of one setting; give one")
+        rank = options.pop("r")
     check_settings(rank, alpha, dropout, targets)
     peft = import_peft()
     if isinstance(model, peft.PeftModel):

@@ -67,6 +67,8 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
         ValueError: for a bad prior, a model that has a prior, or a model that cannot take one; the message says which
             module, and why.
     """
+    if prior is None:
+        raise ValueError("prior=None must name a prior; hf_sparseprior.remove_prior(model) takes a model's prior away")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r:.80} must be a model of transformers or timm")
     target: Any = model

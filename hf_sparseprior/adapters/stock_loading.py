@@ -37,12 +37,14 @@ from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
     IMPLEMENTATION,
     MARKER,
+    PRIOR_MODULE,
     RECORD,
     stock_priors,
 )
 from hf_sparseprior.adapters.stock_saving import LOADER, SCALARS_FILE, scalars_of
 from hf_sparseprior.base.config_keys import config_file
-from hf_sparseprior.base.loading import load_pretrained
+from hf_sparseprior.base.loading import check_layers, load_pretrained
+from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
 
 LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -117,7 +119,8 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
         What `model_class.from_pretrained` returns. Without a prior in `source` nothing is added.
 
     Raises:
-        OSError: if the prior's scalars are missing, damaged or of another shape.
+        OSError: if the prior's scalars are missing, damaged or of another shape, and for a checkpoint without any of
+            the model's weights or without whole layers. A new head is none of these.
         ValueError: for a bad field of config.json, and for a `config` that does not mention the prior.
     """
     location = {name: options[name] for name in LOCATION_ARGUMENTS if name in options}
@@ -128,11 +131,13 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
         raise ValueError(f"config={type(config).__name__} says nothing of the prior of {source}; leave it out")
     if record is not None and not _is_ours(options.get("quantization_config", PriorLoaderConfig())):
         options = {**options, "config": _without_loader(source, config, location)}
-    loaded = load_pretrained(model_class.from_pretrained, source, **options)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    with_info = options.pop("output_loading_info", False)
+    model, info = load_pretrained(model_class.from_pretrained, source, **options, output_loading_info=True)
+    brought = [name for name in model.state_dict() if not (is_prior_weight(name) or PRIOR_MODULE in name.split("."))]
+    check_layers(source, brought, info)
     if record is not None and not stock_priors(model):
         load_prior(model, source, **location)
-    return loaded
+    return (model, info) if with_info else model
 
 
 def _without_loader(source: Any, config: Any, location: dict[str, Any]) -> Any:

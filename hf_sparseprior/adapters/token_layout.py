@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_sparseprior.adapters.stock_families import StockFamily
+from hf_sparseprior.models.blocks import checkpoint_layer
 
 
 class TokenLayout:
@@ -69,23 +70,27 @@ class TokenLayout:
 
     def watch(self, embeddings: nn.Module) -> list[Any]:
         """Register the hooks on a model's embeddings. Returns the handles that remove them."""
+        projection = patch_projection(embeddings)
+        handles = [projection.register_forward_pre_hook(self.see_checkpoints)]
         if self.family.windows:
-            return []
-        handles = [patch_projection(embeddings).register_forward_hook(self.see_patches)]
+            return handles
+        handles.append(projection.register_forward_hook(self.see_patches))
         if self.family.shuffled:
             handles.append(embeddings.register_forward_hook(self.see_shuffled))
         if self.family.masked:
             handles.append(embeddings.register_forward_pre_hook(self.see_masked, with_kwargs=True))
         return handles
 
-    def see_patches(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Forward hook of the patch projection: its output is the grid."""
-        self.grid = tuple(output.shape[2:])
-        # Here and not earlier, because activation checkpointing may be switched on at any time.
+    def see_checkpoints(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook of the patch projection: activation checkpointing may be switched on at any time."""
         for layer in self.layers:
             checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
             if checkpoint is not None and not isinstance(checkpoint, LayoutCheckpoint):
-                layer._gradient_checkpointing_func = LayoutCheckpoint(self, checkpoint)
+                layer._gradient_checkpointing_func = LayoutCheckpoint(self, layer, checkpoint)
+
+    def see_patches(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Forward hook of the patch projection: its output is the grid."""
+        self.grid = tuple(output.shape[2:])
 
     def see_shuffled(self, module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         """Forward hook of embeddings that return how they shuffled the patches."""
@@ -128,6 +133,7 @@ class LayoutCheckpoint:
     """
 
     layout: TokenLayout
+    layer: nn.Module
     checkpoint: Callable
 
     def __call__(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +148,7 @@ class LayoutCheckpoint:
             finally:
                 layout.grid, layout.token_ids = now
 
-        return self.checkpoint(run_as_seen, *args, **kwargs)
+        return checkpoint_layer(self.layer, self.checkpoint, run_as_seen, *args, **kwargs)
 
 
 def patch_projection(embeddings: nn.Module) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import CONFIG_NAME
+
+LAYER = re.compile(r"(?:^|\.)(?:\w*layers?|blocks|stages)\.\d+(?=\.)")
 
 
 def newly_initialised(loading_info: dict[str, Any]) -> list[str]:
@@ -20,6 +23,27 @@ def check_whole(folder: Any, loading_info: dict[str, Any]) -> None:
     """Raise OSError if `from_pretrained` initialised a weight anew, as its loading info says."""
     if fresh := newly_initialised(loading_info):
         raise OSError(f"{folder} lacks weights that fit its config: {', '.join(fresh[:3])} ({len(fresh)} in all)")
+
+
+def check_layers(source: Any, names: Iterable[str], loading_info: dict[str, Any]) -> None:
+    """Raise OSError if `from_pretrained` found none of a model's weights, or a stack of layers without some of them.
+
+    Args:
+        source: folder or name on the hub.
+        names: of the weights that a checkpoint has to bring.
+        loading_info: as `from_pretrained` returns it.
+    """
+    missing, names = {*loading_info["missing_keys"]}, list(names)
+    if names and missing.issuperset(names):
+        raise OSError(f"{source} has none of the {len(names)} weights of the model, such as {names[0]}")
+    layers: dict[str, bool] = {}  # whether any weight of a layer was there
+    for name in names:
+        for match in LAYER.finditer(name):
+            layer = name[: match.end()]
+            layers[layer] = layers.get(layer, False) or name not in missing
+    stacks = {layer.rpartition(".")[0] for layer, found in layers.items() if found}
+    if lost := [layer for layer, found in layers.items() if not found and layer.rpartition(".")[0] in stacks]:
+        raise OSError(f"{source} lacks layers that its config names: {', '.join(lost[:3])} ({len(lost)} in all)")
 
 
 def check_source(source: Any, options: dict[str, Any]) -> None:

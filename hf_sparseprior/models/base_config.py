@@ -29,6 +29,7 @@ from hf_sparseprior.priors.prior import PriorSpec, Stage, prior_name, prior_prun
 from hf_sparseprior.saving.code import write_code
 
 logger = logging.getLogger("hf_sparseprior.config")
+OWNED = "_owned"  # the attribute of a config from which a model has been made: the config's id
 IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
 
 
@@ -75,12 +76,30 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
                 )
         self.set_output_features_output_indices(out_features=out_features, out_indices=out_indices)
 
+    def __setattr__(self, key: str, value: Any) -> None:
+        # A copy has another id, and may have another prior.
+        if key == "prior" and self.__dict__.get(OWNED) == id(self) and value != self.prior:
+            raise ValueError(
+                f"config.prior={value!r:.80} cannot be set: a model with the prior {self.prior_name!r} was made from "
+                "this config, and its layers stay as they are; change a copy.deepcopy of the config and make another "
+                "model, or load it by from_pretrained(..., prior=...)"
+            )
+        super().__setattr__(key, value)
+
+    def own(self) -> None:
+        """Note that a model has been made from this config: its prior can no longer be changed."""
+        self.__dict__[OWNED] = id(self)
+
+    def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
+        super()._remove_keys_not_serialized(d)
+        d.pop(OWNED, None)
+
     @classmethod
-    def from_preset(cls, preset: str, **overrides: Any) -> Any:
-        """Configuration of one of the papers' architectures, e.g. `from_preset("deit_base", prior="violin")`."""
+    def from_preset(cls, preset: str, prior: Any = None, **overrides: Any) -> Any:
+        """Configuration of one of the papers' architectures, e.g. `from_preset("deit_base", "violin")`."""
         if preset not in cls.presets:
             raise ValueError(f"preset={preset!r} must be one of {', '.join(cls.presets)}")
-        return cls(**{**cls.presets[preset], **overrides})
+        return cls(**{**cls.presets[preset], **({} if prior is None else {"prior": prior}), **overrides})
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers, plus the code of the family's classes (see `saved_code`)."""

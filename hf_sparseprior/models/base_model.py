@@ -49,6 +49,7 @@ class BasePreTrainedModel(PreTrainedModel):
         if any(prior["decay"] is not None for prior in config.stage_priors):
             # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
             self._keep_in_fp32_modules_strict = ["decay_bias"]
+        self.config.own()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

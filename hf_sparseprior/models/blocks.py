@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_sparseprior.attention.packing import Packing, joined
 from hf_sparseprior.attention.plan import AttentionPlan
@@ -150,6 +151,36 @@ def is_recomputed() -> bool:
     """Whether this runs within a backward pass, as the forward passes of gradient checkpointing do."""
     # -1: no backward pass. torch.utils.checkpoint asks the same. A compiler recomputes without running this again.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class CheckpointedLayer(GradientCheckpointingLayer):
+    """A layer that gradient checkpointing may run again, and that learns behind frozen layers too."""
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable:  # transformers sets and calls it
+        return functools.partial(checkpoint_layer, self, self._checkpoint)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Callable) -> None:
+        self._checkpoint = checkpoint
+
+
+def checkpoint_layer(layer: nn.Module, checkpoint: Callable, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer with `checkpoint`, torch's as transformers sets it.
+
+    Reentrant checkpoints give no gradient unless an argument needs one. Behind frozen embeddings none does, so a layer
+    with something to learn gets its first argument, the hidden states, as one that does.
+    """
+    if is_reentrant(checkpoint) and torch.is_grad_enabled() and torch.is_tensor(args[0]):
+        needed = any(torch.is_tensor(arg) and arg.requires_grad for arg in args)
+        if not needed and any(parameter.requires_grad for parameter in layer.parameters()):
+            args = (args[0].detach().requires_grad_(), *args[1:])
+    return checkpoint(run, *args, **kwargs)
+
+
+def is_reentrant(checkpoint: Callable) -> bool:
+    """Whether a layer's checkpoints, as transformers sets them, are reentrant; torch's own default is that."""
+    return getattr(checkpoint, "keywords", {}).get("use_reentrant", True)
 
 
 class ConvolutionStem(nn.Module):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
@@ -33,7 +32,7 @@ from hf_sparseprior.models.base_model import (
     mean_loss,
     output_options,
 )
-from hf_sparseprior.models.blocks import MLP, DropPath, patch_grid, resized_positions
+from hf_sparseprior.models.blocks import MLP, CheckpointedLayer, DropPath, patch_grid, resized_positions
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling, whole_patches
 from hf_sparseprior.patterns.token_order import RASTER
@@ -180,7 +179,7 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
         return out, weights.to(q.dtype) if weights is not None and options.output_attentions else None
 
 
-class SparsePriorConvitLayer(GradientCheckpointingLayer):
+class SparsePriorConvitLayer(CheckpointedLayer):
     """A pre-norm block: gated positional attention, or attention with the prior; then the MLP."""
 
     def __init__(self, config: SparsePriorConvitConfig, layer_idx: int) -> None:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.attention.plain_operations import plain
@@ -45,7 +44,7 @@ from hf_sparseprior.models.base_model import (
     mean_loss,
     output_options,
 )
-from hf_sparseprior.models.blocks import BatchNorm, DropPath, LayerScale
+from hf_sparseprior.models.blocks import BatchNorm, CheckpointedLayer, DropPath, LayerScale
 from hf_sparseprior.models.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, whole_patches
 from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
@@ -139,7 +138,7 @@ class SparsePriorIformerMapScale(LayerScale):
         return maps * self.scale.view(-1, 1, 1)
 
 
-class SparsePriorIformerConvBlock(GradientCheckpointingLayer):
+class SparsePriorIformerConvBlock(CheckpointedLayer):
     """ConvNeXt's block with batch norms: a depthwise convolution, and two pointwise ones with an activation between.
 
     Args:
@@ -276,7 +275,7 @@ class SparsePriorIformerMLP(nn.Module):
         return normed(self.norm2, self.fc2(hidden_states))
 
 
-class SparsePriorIformerLayer(GradientCheckpointingLayer):
+class SparsePriorIformerLayer(CheckpointedLayer):
     """Conditional position encoding, a depthwise convolution (CPE), then attention, then the MLP.
 
     Args:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
@@ -40,7 +39,7 @@ from hf_sparseprior.models.base_model import (
     mean_loss,
     output_options,
 )
-from hf_sparseprior.models.blocks import MLP, DropPath, masked_patches
+from hf_sparseprior.models.blocks import MLP, CheckpointedLayer, DropPath, masked_patches
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone
 from hf_sparseprior.patterns.token_order import RASTER
@@ -205,7 +204,7 @@ def _tables(height: int, width: int, shift: int) -> tuple[str, str]:
     return f"in_windows {height} {width} {shift} {shift}", f"in_image {height} {width} {shift} {shift}"
 
 
-class SparsePriorSwinLayer(GradientCheckpointingLayer):
+class SparsePriorSwinLayer(CheckpointedLayer):
     """A pre-norm block: attention within windows, then the MLP.
 
     Args:

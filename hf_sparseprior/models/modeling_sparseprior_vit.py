@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ModelOutput
 
 from hf_sparseprior.attention.packing import Packing, is_packed, joined, read_images
@@ -38,6 +37,7 @@ from hf_sparseprior.models.base_model import (
 )
 from hf_sparseprior.models.blocks import (
     MLP,
+    CheckpointedLayer,
     ConvolutionStem,
     DropPath,
     LayerScale,
@@ -176,7 +176,7 @@ class SparsePriorViTEmbeddings(nn.Module):
         return self.dropout(tokens), grid
 
 
-class SparsePriorViTLayer(GradientCheckpointingLayer):
+class SparsePriorViTLayer(CheckpointedLayer):
     """A pre-norm transformer block: attention with the prior, then the MLP."""
 
     def __init__(self, config: SparsePriorViTConfig, layer_idx: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
+from hf_sparseprior.training.learning import LearningWatch, has_label, learn_behind_frozen
 from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import StopOnSignal, WorkerStart
 from hf_sparseprior.training.token_labels import token_label_loss, token_targets
@@ -63,6 +65,8 @@ class SparsePriorTrainer(Trainer):
     In the log, `data_wait` is the share of the time since the last entry in which training waited for data. With a
     distillation, `loss_NAME` is the mean of each loss since then, without its weight. Auxiliary losses of a prior
     (`keep_ratio` of DynamicViT), which are part of the loss, are logged in the same way, with their weight.
+
+    What gets no gradient in the first steps, and batches without a label, are warned of (`training.learning`).
 
     A non-finite loss stops training at the next log, evaluation or save, before it is written, unless
     `args.nonfinite_loss` is "continue". No checkpoint has non-finite weights.
@@ -100,6 +104,7 @@ class SparsePriorTrainer(Trainer):
             raise ValueError(f"{', '.join(self.also_saved)} cannot be saved with FSDP, use DDP")
         self._losses: dict[str, list[Tensor]] = {}
         self._watch = LossWatch()
+        self.learning: LearningWatch | None = None  # of the last training
         self._resumed: dict[str, Any] | None = None  # content of RUNNING_FILE until training starts
         if distillation is not None:
             self._check_distillation(distillation)
@@ -325,6 +330,10 @@ class SparsePriorTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As transformers'; the loss is noted."""
+        if self.learning is not None and self.learning.is_watching:
+            inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+            ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", -100)
+            self.learning.note_labels(has_label(inputs, (-100, ignored)))
         loss = super().training_step(*args, **kwargs)
         self._watch.note(self.state.global_step + 1, loss)
         return loss
@@ -337,7 +346,21 @@ class SparsePriorTrainer(Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._check_finite(weights=True)
+        self._finish_learning()
         return super()._finalize_training(*args, **kwargs)
+
+    def _watch_learning(self) -> None:
+        """Watch the first steps from here on. Shards of parameters have zeros that say nothing of the whole."""
+        learn_behind_frozen(self.model)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return
+        scores = self.distillation is not None and "scores" in self.distillation.needs
+        self.learning = LearningWatch(self.model, scores, self.is_world_process_zero())
+        self.learning.attach(self.optimizer)
+
+    def _finish_learning(self) -> None:
+        if self.learning is not None:
+            self.learning.finish()
 
     def _check_finite(self, weights: bool) -> None:
         """Raise Diverged on all processes if a noted loss or, if asked, a weight of any process is not finite."""
@@ -350,6 +373,8 @@ class SparsePriorTrainer(Trainer):
         if self.args.world_size > 1:
             values = self.accelerator.gather(values).view(self.args.world_size, -1).mean(0)
         *read, finite = values.tolist()
+        if not all(map(math.isfinite, read)):
+            self._finish_learning()  # the mean over no labels is not finite
         self._watch.check(steps, read, f"trainer.{SETTING}")
         if finite != 0:
             before = self._watch.before(f"trainer.{SETTING}")
@@ -533,6 +558,7 @@ class _StepCallback(TrainerCallback):
         if self.trainer.weight_average is None:
             self.trainer._start_average()
         self.trainer._resume_running()
+        self.trainer._watch_learning()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After resuming, the sampler is wrapped so deeply that accelerate no longer finds it.

@@ -93,7 +93,7 @@ RECORDED_LATER = (
     *("method", "trainable_parameters", "adapter_bytes", "pretrained_sha256", "decay_change_at_start"),
     *("mean_decay_change", "mean_decay_change_at_start", "max_alpha_change", "alpha_change_at_start"),
     *("attention_flops", "results_version", "test_correct", "standard_errors", "k_nn_above", "compression"),
-    *("baseline", "classes", "demonstrations_sha256", "test_rewards"),
+    *("baseline", "classes", "demonstrations_sha256", "test_rewards", "warnings"),
 )
 # Sections whose overrides reach the runs of `first` too; the others say what the rows are.
 SHARED_WITH_FIRST = ("data", "augmentation", "trainer")

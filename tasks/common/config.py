@@ -212,7 +212,13 @@ def check_name(name: str, where: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file of keys and values."""
+    """A YAML file of keys and values.
+
+    Raises:
+        OSError: for a missing file. ValueError: for what is not YAML, or no map.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(missing_file(path))
     with open(path, encoding="utf-8") as file:
         try:
             content = _load(file.read()) or {}
@@ -221,6 +227,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold keys and values, got {content!r}")
     return content
+
+
+def missing_file(path: Path) -> str:
+    """What to say of a configuration that does not exist: its whole path, and names that are near or what to do."""
+    folder = path.parent
+    named = sorted(file.name for file in folder.glob(f"*{path.suffix or '.yaml'}")) if folder.is_dir() else []
+    if near := difflib.get_close_matches(path.name, named):
+        advice = f"did you mean {' or '.join(str(folder / name) for name in near)}?"
+    elif folder.is_dir():
+        advice = "its folder has " + (", ".join(named[:10]) if named else "no configuration")
+    else:
+        advice = "its folder does not exist either; relative paths begin where the command runs"
+    return f"the configuration {path.absolute()} does not exist; {advice}"
 
 
 # ---- cells ----------------------------------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, Split, fill_cache, named_metrics
 from tasks.common.measured import drop_limits, own_config, settings, suffix
-from tasks.common.metrics import average_views, compute_metrics, confusion_matrix
+from tasks.common.metrics import average_views, compute_metrics, confusion_matrix, what_was_not_learned
 from tasks.common.parsers import evaluate_parser
 from tasks.common.plots import draw_confusion
 from tasks.common.processes import check_alone
-from tasks.common.results import Results
+from tasks.common.results import Results, print_warnings
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
 
 
@@ -85,7 +85,8 @@ def evaluate_model(
     accuracies = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
     accuracy = accuracies[f"{split}_accuracy"]
     metrics = {**accuracies, **named_metrics(task, split, counts, data.classes)}
-    results = _results(task, folder, config, split, data, model, metrics, {"confusion": counts.tolist()})
+    details = {"confusion": counts.tolist(), "warnings": what_was_not_learned(counts, data.classes, split)}
+    results = _results(task, folder, config, split, data, model, metrics, details)
     draw_confusion(counts, data.classes, out / f"confusion_{label}.png", f"{split}: {100 * accuracy:.2f} %")
     return results.write(out / f"results_{label}.json")
 
@@ -144,6 +145,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
         results = evaluate_model(task, folder, config, split, out, arguments.batch_size)
         for name, value in results["metrics"].items():
             print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
+        print_warnings(results)
         label = label_of(folder, config, split, out)
         kind = "confusion" if task.measure is None else "predictions"
         print(f"results: {out}/results_{label}.json, picture: {out}/{kind}_{label}.png")

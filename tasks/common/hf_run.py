@@ -39,12 +39,18 @@ from hf_sparseprior.training import (
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.command import RunStopped, first_line, run_command, tell_data
 from tasks.common.config import FINAL, Config, load_sections
-from tasks.common.metrics import average_views, compute_metrics, confusion_matrix, pack_correct
+from tasks.common.metrics import (
+    average_views,
+    compute_metrics,
+    confusion_matrix,
+    pack_correct,
+    what_was_not_learned,
+)
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.parsers import train_parser
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.processes import check_joined, join_on_cpu
-from tasks.common.results import Results, read_results, trainer_history
+from tasks.common.results import Results, print_warnings, read_results, trainer_history
 from tasks.common.run_folder import (
     ADAPTER,
     AVERAGE,
@@ -319,6 +325,8 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
     tested = prepared.test(trainer) if prepared.test else test_classifier(prepared, trainer)
     seconds, steps = trainer.clock.seconds(), trainer.state.global_step
     named, counted = count_classes(task, tested, prepared.classes)
+    told = trainer.learning.messages if trainer.learning is not None else []
+    counted["warnings"] = [*told, *counted.get("warnings", [])]
     results = Results(
         task=task.name,
         metrics={
@@ -353,7 +361,12 @@ def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple
         return {}, {}
     counts = confusion_matrix(tested.labels, tested.predicted, len(classes))
     right = pack_correct(tested.labels, tested.predicted)
-    return named_metrics(task, "test", counts, classes), {"confusion": counts.tolist(), "test_correct": right}
+    details = {
+        "confusion": counts.tolist(),
+        "test_correct": right,
+        "warnings": what_was_not_learned(counts, classes, "test"),
+    }
+    return named_metrics(task, "test", counts, classes), details
 
 
 def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
@@ -579,9 +592,13 @@ def print_results(results: dict[str, Any], out: str) -> None:
     for name, value in results["metrics"].items():
         print(f"{name}: " + ("not a number" if value is None else f"{100 * value:.2f} %"))
     if (trained := results.get("trainable_parameters", results["parameters"])) != results["parameters"]:
-        print(f"{trained} parameters trained of {results['parameters']}")
+        if trained > results["parameters"]:  # a head that is not saved, or what compression cut out
+            print(f"{trained} parameters trained, of which the saved model keeps {results['parameters']}")
+        else:
+            print(f"{trained} parameters trained of {results['parameters']}")
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
     if results.get("max_decay_change") is not None:
         print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
+    print_warnings(results)
     pictures = " ".join(f"{out}/{name}" for name in results.get("pictures", ("curves.png", "confusion.png")))
     print(f"results: {out}/{RESULTS}, pictures: {pictures}, model: {out}/{MODEL}")

@@ -77,6 +77,26 @@ def average_views(logits: np.ndarray, labels: np.ndarray, views: int) -> tuple[n
     return scores.reshape(-1, views, logits.shape[-1]).mean(1), labels.reshape(-1, views)[:, 0]
 
 
+def what_was_not_learned(counts: np.ndarray, classes: Sequence[str], split: str) -> list[str]:
+    """A line for a classifier that predicts one class, or is no better than the most frequent class; [] for others.
+
+    Args:
+        counts: confusion matrix (true, predicted). classes: names. split: what the examples are of.
+    """
+    true, predicted, total = counts.sum(1), counts.sum(0), int(counts.sum())
+    if (true > 0).sum() < 2:
+        return []  # there is nothing to tell apart
+    said = []
+    if (predicted > 0).sum() == 1:
+        said.append(f"predicts one class, {classes[predicted.argmax()]}, for all {total} examples")
+    if (right := int(counts.diagonal().sum())) <= true.max():
+        said.append(
+            f"is with {100 * right / total:.2f} % no better than always answering the most frequent class, "
+            f"{classes[true.argmax()]} ({100 * true.max() / total:.2f} %)"
+        )
+    return [f"on {split} the model {' and '.join(said)}"] if said else []
+
+
 def pack_correct(labels: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:
     """Which predictions are right, in order, small enough for JSON: how many there are, and a bit each in base64."""
     right = (labels == predicted)[labels != IGNORED]

@@ -147,8 +147,15 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("parameters", "trainable_parameters", "seed", "steps", "processes", "adapter_bytes"), _COUNT),
     **dict.fromkeys(("seconds", "seconds_per_step", "data_wait", "pruning_ratio", "max_decay_change"), _NUMBER),
     "attention_flops": _NUMBER,
+    "warnings": ("a list of lines", lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value)),
     "pictures": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value)),
 }
+
+
+def print_warnings(results: Mapping[str, Any]) -> None:
+    """What results say of a run that learned nothing, a line each."""
+    for message in results.get("warnings", ()):
+        print(f"warning: {message}")
 
 
 def validation_name(name: str) -> str:

@@ -217,6 +217,7 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
         split: Prepared(source, kind, processor, mirrored if split == "train" else 0.0, arguments.seed)
         for split, source in sources.items()
     }
+    check_batches(model, len(datasets["train"]), arguments)
     measure = Measure(kind, processor, arguments.eval_batch_size)
 
     def test(trainer: HeadTrainer) -> Tested:
@@ -247,6 +248,18 @@ def prepare(config: Config, arguments: Any) -> PreparedRun:
             "pretrained_sha256": pretrained_sha256(config["model"]),
         },
     )
+
+
+def check_batches(model: Any, images: int, arguments: Any) -> None:
+    """Raise ValueError for a batch of one image and a head with batch norms of maps that are pooled to one pixel."""
+    size, rest = arguments.train_batch_size, images % arguments.train_batch_size
+    left_over = rest == 1 and arguments.world_size == 1 and not arguments.dataloader_drop_last
+    if 1 in (getattr(model.config, "pool_scales", None) or ()) and (min(size, images) == 1 or left_over):
+        raise ValueError(
+            f"trainer.per_device_train_batch_size={size} makes a batch of one of the {images} training images, and the "
+            f"head's batch norms (head.pool_scales={list(model.config.pool_scales)}) need two; take another size, or "
+            "trainer.dataloader_drop_last=true to leave the last one out"
+        )
 
 
 def complete_folder(kind: Kind, backbone: Any, folder: Path) -> None:

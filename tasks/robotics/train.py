@@ -25,7 +25,7 @@ from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.command import run_command, tell_data
 from tasks.common.metrics import pack_correct
 from tasks.common.models import FAMILY_KEYS, alike_across_priors, decay_change
-from tasks.common.results import Results, finite_or_null
+from tasks.common.results import Results, finite_or_null, print_warnings
 from tasks.common.run_folder import (
     MODEL,
     RESULTS,
@@ -199,6 +199,7 @@ def results_of(training: Training, config: dict[str, dict[str, Any]], command: s
             "windows": len(training.train),
             **about_encoders(policy),
             "parameters_by_part": parameters,
+            "warnings": list(training.learning.messages),
         },
     )
 
@@ -285,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         out = config["trainer"]["output_dir"]
         for name, value in results["metrics"].items():
             print(f"{name}: " + ("not a number" if value is None else f"{value:.4g}"))
+        print_warnings(results)
         print(f"{results['steps']} steps in {results['seconds']:.0f} s")
         print(f"results: {out}/{RESULTS}, picture: {out}/{CURVES}, policy: {out}/{MODEL}")
 

@@ -26,6 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_sparseprior.base.files import sync, whole_folder, write_text
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
+from hf_sparseprior.training.learning import LearningWatch
 from hf_sparseprior.training.stopping import StopRequest
 from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.command import RunStopped
@@ -98,6 +99,7 @@ class Training:
         self.seconds = self.step_seconds = 0.0
         self.stop = StopRequest()
         self.watch = LossWatch()
+        self.learning = LearningWatch(self.policy, is_main=self.accelerator.is_main_process)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -113,10 +115,12 @@ class Training:
             )
             with progress:
                 self._run(progress)
+        self.learning.finish()
         if self.best is None:
             self._save_policy()
 
     def _run(self, progress: Any) -> None:
+        self.learning.attach(self.optimizer)
         while self.step < self.steps:
             started = time.monotonic()
             self.running.append(self._update())

@@ -33,12 +33,22 @@ from tasks.common.compare import (
     refuse_owned,
     variant_configs,
 )
-from tasks.common.config import FINAL, SWEEP, apply_overrides, check_known, check_name, config_name, read_layers
+from tasks.common.config import (
+    FINAL,
+    SWEEP,
+    apply_overrides,
+    check_known,
+    check_name,
+    config_name,
+    read_cell,
+    read_layers,
+)
 from tasks.common.images.vtab_tasks import SELECTION, TASKS
 from tasks.common.results import read_results
 from tasks.common.run_folder import config_differences
 
 _OWNER = "the sweep's to choose"
+WHICH = ("pretrained", "preset", "family")  # of a `model` section: they say which model it is
 OWNED = {
     "trainer.seed": f"{_OWNER}; use `seeds` and `selection_seeds`",
     "trainer.output_dir": f"{_OWNER}; use --out",
@@ -156,7 +166,16 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
             check_config(tried)
         except ValueError as error:
             raise ValueError(f"{path}, variant {name!r}, {point_name(point)}: {error}") from None
-    return Sweep(str(content.get("title") or config_name(path)), configs, points, selection_seeds, seeds)
+    return Sweep(_title(path, content, overrides), configs, points, selection_seeds, seeds)
+
+
+def _title(path: Path, content: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """The sweep's title. One that a base gave to its own model says what the model is instead, and so do overrides."""
+    title, own = str(content.get("title") or config_name(path)), read_cell(path)
+    named = {} if "title" in own else {key: value for key, value in (own.get("model") or {}).items() if key in WHICH}
+    changes = [f"model.{key}={value}" for key, value in named.items()]
+    changes += [override for override in overrides if override.partition("=")[0] in {f"model.{key}" for key in WHICH}]
+    return f"{title} changed to {', '.join(changes)}" if changes else title
 
 
 def _read_grid(grid: Any, path: str) -> list[dict[str, Any]]:

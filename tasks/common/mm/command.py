@@ -13,6 +13,7 @@ from tasks.common.command import run_command
 from tasks.common.compare import do_comparison
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.parsers import mm_compare_parser, mm_evaluate_parser, mm_train_parser
+from tasks.common.results import print_warnings
 from tasks.common.run_folder import MODEL, RESULTS
 
 
@@ -37,6 +38,7 @@ def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None 
         print_metrics(results["metrics"])
         print_classes(results.get("classes", {}))
         print_metrics({f"constant predictor, {metric}": value for metric, value in results["baseline"].items()})
+        print_warnings(results)
         out = Path(config.work_dir)
         print(f"results: {out / RESULTS}, picture: {out / PICTURE}, model: {out / MODEL}")
 

@@ -15,7 +15,7 @@ from mmengine.runner import Runner
 from hf_sparseprior.training.finite import SETTING
 from tasks.common.annotated_folders import read_classes
 from tasks.common.command import first_line
-from tasks.common.config import check_known, nested_names, split_cell
+from tasks.common.config import check_known, missing_file, nested_names, split_cell
 from tasks.common.run_folder import default_output_dir
 
 OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
@@ -82,7 +82,7 @@ def read_file(file: Path) -> Config:
         ValueError: for a file that does not run.
     """
     if not file.is_file():
-        raise OSError(f"--config {file} does not exist")
+        raise OSError(f"--config: {missing_file(file)}")
     try:
         return Config.fromfile(str(file))
     except ImportError:

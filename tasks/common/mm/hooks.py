@@ -8,7 +8,7 @@ number of workers.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mmengine.registry import DATA_SAMPLERS, FUNCTIONS, HOOKS, TRANSFORMS
 from tqdm import tqdm
 
 from hf_sparseprior.training.finite import SETTING, Diverged, LossWatch, all_finite
+from hf_sparseprior.training.learning import LearningWatch
 from hf_sparseprior.training.stopping import StopRequest, WorkerStart
 from tasks.common.command import RunStopped, tell_data, tell_passed_over
 from tasks.common.mm.reading import inner_datasets
@@ -168,6 +169,48 @@ class CheckFinite(Hook):
     def _check_weights(self, runner: Any) -> None:
         if not all_finite(runner.model.parameters()):
             raise Diverged(f"the weights are not finite after step {runner.iter}; {self.watch.before(SETTING)}")
+
+
+class TellLearning(Hook):
+    """Warns of parts that get no gradient in the first steps, and of batches without a label."""
+
+    def __init__(self) -> None:
+        self.watch: LearningWatch | None = None
+
+    def before_train(self, runner: Any) -> None:
+        """Watch the first steps from here on."""
+        self.watch = LearningWatch(runner.model, is_main=is_main_process())
+        self.watch.attach(getattr(runner.optim_wrapper, "optimizer", None))
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """The labels of a batch."""
+        if self.watch is not None and self.watch.is_watching and isinstance(data_batch, dict):
+            self.watch.note_labels(has_truth(data_batch.get("data_samples"), ignored_pixels(runner.model)))
+
+    def after_train(self, runner: Any) -> None:
+        """Of a training that ended before."""
+        if self.watch is not None:
+            self.watch.finish()
+
+
+def has_truth(samples: Any, ignored: Collection[int]) -> bool | None:
+    """Whether one of a batch's samples of mm has an object, or a pixel of a class; None if they say neither."""
+    known = [
+        bool(len(sample.gt_instances))
+        if "gt_instances" in sample
+        else not np.isin(sample.gt_sem_seg.data.cpu().numpy(), list(ignored)).all()
+        for sample in samples or ()
+        if "gt_instances" in sample or "gt_sem_seg" in sample
+    ]
+    return any(known) if known else None
+
+
+def ignored_pixels(model: Any) -> set[int]:
+    """Classes of pixels that a model's heads leave out; 255 is what images are padded with."""
+    return {
+        255,
+        *(module.ignore_index for module in model.modules() if isinstance(getattr(module, "ignore_index", None), int)),
+    }
 
 
 class TellData(Hook):

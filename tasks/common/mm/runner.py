@@ -27,7 +27,7 @@ from hf_sparseprior.training.finite import SETTING, STOP, check_setting
 from tasks.common.command import first_line
 from tasks.common.mm.backbone import check_predictors
 from tasks.common.mm.config import for_frameworks
-from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData
+from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData, TellLearning
 from tasks.common.mm.init_cfg import missing_layers
 from tasks.common.mm.loading import refuse_pickles
 from tasks.common.mm.reading import check_reading
@@ -157,10 +157,12 @@ def build_runner(config: Config) -> QuietRunner:
         runner = QuietRunner.from_cfg(config)
         check_normalisation(whole_model(runner))
         check_slide(whole_model(runner))
+        check_batch(whole_model(runner), runner.cfg.get("train_dataloader"))
     name_what_is_not_taken(whole_model(runner))
     runner.register_hook(CheckClasses())
     runner.register_hook(ShareBuffers())
     runner.register_hook(TellData())
+    runner.register_hook(TellLearning())
     if config.get(SETTING, STOP) == STOP:
         runner.register_hook(CheckFinite())
     if not runner.distributed:  # one process has nothing to synchronise, and a CPU cannot
@@ -173,6 +175,19 @@ def check_slide(model: Any) -> None:
     settings = getattr(model, "test_cfg", None) or {}
     if settings.get("mode") == "slide" and not (settings.get("crop_size") and settings.get("stride")):
         raise ValueError("model.test_cfg.mode=slide needs model.test_cfg.crop_size and model.test_cfg.stride")
+
+
+def check_batch(model: Any, train: Any) -> None:
+    """Raise ValueError for batches of one image and a head with batch norms of maps that are pooled to one pixel."""
+    if launched() or not train or train.get("batch_size") != 1:
+        return  # of several processes batch norms may see the others' images
+    for name, module in model.named_modules():
+        norm = (getattr(module, "norm_cfg", None) or {}).get("type")
+        if 1 in (getattr(module, "pool_scales", None) or ()) and norm in ("BN", "SyncBN"):
+            raise ValueError(
+                f"train_dataloader.batch_size=1 must be 2 or more: batch norms of model.{name} see one value of each "
+                f"channel (pool_scales={tuple(module.pool_scales)}); or give it another norm_cfg, such as GN"
+            )
 
 
 def whole_model(runner: Runner) -> Any:
@@ -188,6 +203,12 @@ def classes_of(runner: Runner) -> dict[str, Any]:
         for name, values in getattr(metric, "by_class", {}).items():
             found.setdefault(name, {}).update(values)
     return found
+
+
+def told_of_learning(runner: Runner) -> list[str]:
+    """What was warned of in the first steps of the training."""
+    watches = [hook.watch for hook in runner.hooks if isinstance(hook, TellLearning)]
+    return [message for watch in watches if watch is not None for message in watch.messages]
 
 
 def has_trained(runner: Runner) -> bool:

@@ -33,6 +33,7 @@ from tasks.common.mm.runner import (
     has_trained,
     join_processes,
     released,
+    told_of_learning,
     whole_model,
 )
 from tasks.common.mm.saving import WEIGHTS, save_model
@@ -124,6 +125,7 @@ def results_of(task: Task, config: Config, runner: Runner, baseline: dict[str, A
             **backbone,
             "data": describe_data(runner),
             "data_wait": waiting / max(seconds, 1e-9),
+            "warnings": told_of_learning(runner),
         },
     )
 

@@ -294,6 +294,7 @@ def test_listed_targets_and_further_modules():
     assert set(config.target_modules) == expected
     assert config.modules_to_save == ["classifier", "decay_bias", "vit.layernorm"]
     assert lora_config(SparsePriorViTModel(SparsePriorViTConfig(**SMALL))).modules_to_save is None
+    assert lora_config(model, r=4) == lora_config(model, rank=4)  # peft's name
 
 
 @pytest.mark.parametrize(
@@ -301,6 +302,8 @@ def test_listed_targets_and_further_modules():
     [
         ({"rank": 0}, "rank=0 must be an integer of 1 or more"),
         ({"rank": 2.5}, "rank=2.5 must be an integer"),
+        ({"r": 0}, "rank=0 must be an integer of 1 or more"),
+        ({"r": 4, "rank": 4}, "rank=4 and r=4 are two names of one setting"),
         ({"alpha": 0}, "alpha=0 must be a number above 0"),
         ({"alpha": float("nan")}, "alpha=nan must be a number above 0"),
         ({"dropout": 1}, r"dropout=1 must be in \[0, 1\)"),

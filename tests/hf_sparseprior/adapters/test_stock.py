@@ -85,6 +85,7 @@ def test_twice_is_refused_and_changes_nothing():
 @pytest.mark.parametrize(
     "prior, message",
     [
+        (None, r"prior=None must name a prior; hf_sparseprior.remove_prior\(model\) takes"),
         ("fibotention", "did you mean 'fibottention'"),
         ({"support": {"name": "fibottention", "w_min": -1}}, "w_min=-1"),
         ({"decay": {"name": "violin", "init": "none"}}, "init='none'"),

@@ -427,3 +427,25 @@ def test_a_quantizer_loads_the_weights_and_the_prior_comes_back(tmp_path):
     assert not hasattr(loaded.config, "sparse_prior")
     with pytest.raises(ValueError, match="PriorLoaderConfig"):
         ViTModel.from_pretrained(tmp_path, quantization_config=RoundingConfig())
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (lambda name: False, r"has none of the \d+ weights of the model, such as "),
+        (lambda name: ".layers.1." not in name and ".layer.1." not in name, r"lacks layers .*\.1 \(1 in all\)"),
+        (lambda name: "classifier" not in name, None),
+    ],
+)
+@pytest.mark.parametrize("prior", [None, "violin"])
+def test_a_checkpoint_without_weights_or_layers_is_refused(keep, message, prior, tmp_path):
+    model = ViTForImageClassification(ViTConfig(**TINY))
+    (model if prior is None else sp.apply_prior(model, prior)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if keep(name)}, file, {"format": "pt"})
+    if message is None:  # a new head is what fine-tuning begins with
+        _, info = sp.from_pretrained(ViTForImageClassification, tmp_path, output_loading_info=True)
+        assert {*info["missing_keys"]} == {"classifier.weight", "classifier.bias"}
+        return
+    with pytest.raises(OSError, match=message):
+        sp.from_pretrained(ViTForImageClassification, tmp_path)

@@ -10,6 +10,7 @@ import torch
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import StockPrior
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
+from hf_sparseprior.priors.prior import is_prior_weight
 from tests.hf_sparseprior.adapters.stock_models import STOCK, move_decays
 
 
@@ -76,18 +77,24 @@ def test_two_forwards_before_one_checkpointed_backward(name):
     )
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["vit", "swin", "mae"])
+def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, alone):
+    """Also where the decay learns alone: a reentrant checkpoint wants an input that needs a gradient."""
     gradients = []
     for checkpointed in (False, True):
-        model = sp.apply_prior(STOCK["vit"].build(), "fibottention+violin").train()
+        model = sp.apply_prior(STOCK[name].build(), "fibottention+violin").train()
         move_decays(model)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(not alone or is_prior_weight(key))
         if checkpointed:
-            model.gradient_checkpointing_enable()
-        model(**STOCK["vit"].example()).last_hidden_state.square().sum().backward()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(**STOCK[name].example()).last_hidden_state.square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient)
+    assert gradients[0].keys() == gradients[1].keys() and any(map(is_prior_weight, gradients[0]))
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient)
 
 
 @pytest.mark.parametrize("name", ["vit", "mae"])

@@ -417,3 +417,25 @@ def test_other_bad_fields_given_on_loading_are_refused(saved_dense, field, value
 def test_good_fields_given_on_loading_are_taken(saved_dense):
     model = SparsePriorViTModel.from_pretrained(saved_dense, pooling="mean", drop_path_rate=0.5)
     assert model.config.pooling == "mean" and model.layers[1].drop_path.rate == 0.5
+
+
+def test_a_prior_follows_a_presets_name():
+    assert SparsePriorViTConfig.from_preset("deit_small", "violin") == SparsePriorViTConfig.from_preset(
+        "deit_small", prior="violin"
+    )
+    assert SparsePriorViTConfig.from_preset("deit_small").prior_name == "dense"
+
+
+def test_the_prior_of_a_model_that_exists_cannot_be_set():
+    config = tiny(prior="fibottention")
+    config.prior = "violin"  # of a config alone
+    model = SparsePriorViTModel(config)
+    with pytest.raises(
+        ValueError, match=r"config\.prior='dense' cannot be set: a model with the prior 'violin' was made"
+    ):
+        model.config.prior = "dense"
+    model.config.prior = model.config.prior
+    other = copy.deepcopy(model.config)
+    other.prior = "dense"
+    assert SparsePriorViTModel(other).config.prior_name == "dense" and model.config.prior_name == "violin"
+    assert not [key for key in (*model.config.to_dict(), *model.config.to_diff_dict()) if "own" in key]

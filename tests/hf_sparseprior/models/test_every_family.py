@@ -15,6 +15,7 @@ from transformers import AutoBackbone, Trainer
 
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.models.blocks import CheckpointedLayer
 from hf_sparseprior.models.pretrained import load_whole_model
 from tests.hf_sparseprior.small import shipped_families, small
 from tests.remote import check_remote_code
@@ -155,6 +156,23 @@ def test_gradient_checkpointing_changes_no_gradient(name, reentrant):
     # Statistics of batch norms have seen the batch once, whatever was computed twice.
     state = dict(twin.named_buffers())
     assert all(torch.equal(state[key], value) for key, value in model.named_buffers())
+
+
+@every_family
+def test_layers_learn_behind_frozen_embeddings_under_reentrant_checkpointing(name):
+    """torch gives what reentrant checkpoints run no gradient where no input needs one."""
+    gradients_of_layers = []
+    for checkpointing in (False, True):
+        model = make(name).train().requires_grad_(False)
+        for layer in [module for module in model.modules() if isinstance(module, CheckpointedLayer)]:
+            layer.requires_grad_(True)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        gradients_of_layers.append(gradients(model, images(name)))
+    expected, again = gradients_of_layers
+    assert expected.keys() == again.keys() and len(expected) > 10
+    for key, value in expected.items():
+        torch.testing.assert_close(again[key], value, rtol=1e-4, atol=2e-6, msg=key)
 
 
 @every_family

@@ -251,3 +251,20 @@ def test_dotted_keys_become_sections_and_lists():
     flat = {"a.0.b": 1, "a.1.b": 2, "a.10.b": 3, "c.d.e": [4], "f": None}
     assert nested(flat) == {"a": [{"b": 1}, {"b": 2}, {"b": 3}], "c": {"d": {"e": [4]}}, "f": None}
     assert nested_names({"a": [{"b.c": 1, "b.d": 2}]}) == {"a": [{"b": {"c": 1, "d": 2}}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("matrx.yaml#digits-small", "did you mean {folder}/matrix.yaml"),
+        ("zzz.yaml", "its folder has "),
+        ("nowhere/zzz.yaml", "its folder does not exist either; relative paths begin where the command runs"),
+    ],
+)
+def test_a_missing_file_is_named_with_its_whole_path_and_what_to_do(folder, name, advice, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(FileNotFoundError) as error:
+        read(name)
+    path = folder / name.partition("#")[0]
+    assert str(error.value).startswith(f"the configuration {path} does not exist; ")
+    assert advice.replace("{folder}/", "") in str(error.value)

@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.classification.task import CLASSIFICATION
-from tasks.common.hf_run import run
+from tasks.common.hf_run import print_results, run
 from tasks.video.task import VIDEO
 
 
@@ -16,3 +16,20 @@ def test_the_final_stage_cannot_choose_the_best_epoch(task, source, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(task, config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("trained", "line"),
+    [
+        (28, "28 parameters trained, of which the saved model keeps 24\n"),  # with a head that is not saved
+        (4, "4 parameters trained of 24\n"),
+        (24, ""),
+    ],
+)
+def test_the_end_of_a_run_counts_what_was_trained_and_repeats_its_warnings(trained, line, capsys):
+    print_results(
+        {"metrics": {}, "parameters": 24, "trainable_parameters": trained, "data_wait": 0.0, "warnings": ["dead"]},
+        "out",
+    )
+    printed = capsys.readouterr().out
+    assert printed.startswith(line + "waiting for data") and "\nwarning: dead\n" in printed

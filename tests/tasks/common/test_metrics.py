@@ -10,7 +10,7 @@ pytest.importorskip("evaluate", reason="needs the extra classification")
 from scipy.special import softmax
 from sklearn.metrics import top_k_accuracy_score
 
-from tasks.common.metrics import average_views, compute_metrics
+from tasks.common.metrics import average_views, compute_metrics, what_was_not_learned
 
 
 def prediction(examples=50, views=1, classes=9, seed=0):
@@ -45,3 +45,22 @@ def test_top_5_needs_more_than_five_classes_and_views_a_whole_number():
     assert set(compute_metrics(prediction(classes=6), top=(5,))) == {"accuracy", "top5_accuracy"}
     with pytest.raises(ValueError, match="50 predictions must be a multiple of the 3 views"):
         compute_metrics(prediction(), views=3)
+
+
+ONE = "predicts one class, b, for all 10 examples"
+CHANCE = r"is with {} % no better than always answering the most frequent class, {}"
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([[0, 6], [0, 4]], f"on test the model {ONE} and {CHANCE.format('40.00', 'a (60.00 %)')}"),
+        ([[0, 4], [0, 6]], f"on test the model {ONE} and {CHANCE.format('60.00', 'b (60.00 %)')}"),
+        ([[3, 3], [1, 3]], f"on test the model {CHANCE.format('60.00', 'a (60.00 %)')}"),
+        ([[4, 2], [1, 3]], None),
+        ([[0, 0], [1, 9]], None),  # of one class nothing can be told
+        ([[0, 0], [0, 0]], None),
+    ],
+)
+def test_a_classifier_that_tells_nothing_apart_is_said(counts, expected):
+    assert what_was_not_learned(np.array(counts), ["a", "b"], "test") == ([expected] if expected else [])

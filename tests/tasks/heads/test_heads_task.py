@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ from tasks.heads.kinds import (
     make_processor,
     targets,
 )
-from tasks.heads.task import HEADS, Measure, build_model, constant_score, loss_of
+from tasks.heads.task import HEADS, Measure, build_model, check_batches, constant_score, loss_of
 from tests.tasks.heads.tiny import HEAD_OPTIONS, tiny_config
 
 
@@ -603,3 +605,24 @@ def test_images_are_turned_as_their_orientation_says(tmp_path):
     exif[0x0112] = 6  # to be turned to the right
     Image.fromarray(pixels).save(tmp_path / "image.png", exif=exif)
     assert np.array_equal(heads_data.read_rgb(tmp_path / "image.png"), np.rot90(pixels, -1))
+
+
+@pytest.mark.parametrize(
+    ("size", "images", "drop_last", "scales", "refused"),
+    [
+        (1, 8, False, [1, 2], True),
+        (4, 1, False, [1, 2], True),
+        (4, 9, False, [1, 2], True),
+        (4, 9, True, [1, 2], False),
+        (4, 8, False, [1, 2], False),
+        (1, 8, False, [2], False),
+        (1, 8, False, None, False),
+    ],
+)
+def test_a_batch_of_one_image_is_refused_where_batch_norms_see_one_pixel(size, images, drop_last, scales, refused):
+    model = SimpleNamespace(config=SimpleNamespace(pool_scales=scales))
+    arguments = SimpleNamespace(
+        train_batch_size=size, per_device_train_batch_size=size, world_size=1, dataloader_drop_last=drop_last
+    )
+    with pytest.raises(ValueError, match="per_device_train_batch_size") if refused else nullcontext():
+        check_batches(model, images, arguments)

@@ -569,6 +569,17 @@ def test_a_bad_file_is_named_before_anything_runs(write, changes, message):
     assert message in str(error.value)
 
 
+def test_a_title_that_a_base_gave_to_its_model_says_which_it_is_instead(write):
+    base = write(title="DeiT-B")
+    above = base.with_name("above.yaml")
+    above.write_text("base: tiny.yaml\nmodel: {pretrained: checkpoints/mine}\n")
+    assert load_sweep(base).title == "DeiT-B"
+    assert load_sweep(above).title == "DeiT-B changed to model.pretrained=checkpoints/mine"
+    assert load_sweep(base, ["model.pretrained=other"]).title == "DeiT-B changed to model.pretrained=other"
+    above.write_text("base: tiny.yaml\ntitle: Mine\nmodel: {pretrained: checkpoints/mine}\n")
+    assert load_sweep(above).title == "Mine"
+
+
 def test_a_file_that_is_no_sweep_says_what_it_lacks(write):
     path = write()
     content = yaml.safe_load(path.read_text())
