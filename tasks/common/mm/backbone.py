@@ -24,8 +24,16 @@ from hf_sparseprior.priors.predictor import Predictor
 from hf_sparseprior.training.distillation import learns_from_scores
 from tasks.common.mm.init_cfg import draw_weights, load_file_weights, read_init_cfg
 
-# Keys of other backbones of mm, and what does the same here: the first of these names that is a field of the family.
+# Keys of mm's own transformers, and what does the same here: the first of these names that is a field of the family.
 MM_KEYS: dict[str, str] = {
+    "img_size": "image_size",
+    "pretrain_img_size": "image_size",
+    "patch_sizes": "patch_size",
+    "num_layers": "num_hidden_layers depths conv_depths",
+    "depths": "num_hidden_layers conv_depths",
+    "num_heads": "num_attention_heads",
+    "init_values": "layerscale_value layer_scale_init_value",
+    "qv_bias": "qkv_bias",
     "final_norm": "apply_layernorm",
     "with_cls_token": "use_class_token",
     "out_type": "reshape_hidden_states",
@@ -38,6 +46,14 @@ MM_KEYS: dict[str, str] = {
     "drop_rate": "hidden_dropout_prob",
     "attn_drop_rate": "attention_probs_dropout_prob",
 }
+# Others of their keys: what they choose is the same in all models of a family here, or does not exist.
+MM_ONLY = frozenset(
+    {
+        *("window_size", "shift_size", "strides", "num_stages", "sr_ratios", "qk_scale", "use_abs_pos_embed"),
+        *("patch_pad", "patch_norm", "patch_bias", "pre_norm", "num_fcs", "out_origin", "frozen_exclude"),
+        *("convert_weights", "patch_size", "qkv_bias"),
+    }
+)
 
 
 def register_backbones(registry: Any) -> None:
@@ -114,12 +130,7 @@ class MMBackbone:
         **config: Any,
     ) -> None:
         self._is_built = False  # torch.nn.Module is not initialised yet, but plain attributes can be set
-        known = config_keys(self.config_class)
-        for key in config:
-            instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
-            if key not in known and instead:
-                raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {instead}")
-            check_key(self.config_class, key)
+        check_keys(self.config_class, config)
         start = read_init_cfg(pretrained, init_cfg)
         folder = start.folder
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
@@ -204,6 +215,22 @@ class MMBackbone:
         if self.config.apply_layernorm:
             tokens = [cast(Any, self).layernorm(token) for token in tokens]
         return tuple([map_, token] for map_, token in zip(maps, tokens, strict=True))
+
+
+def check_keys(config_class: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError for keys that are no fields of a family, with what does the same here for all of mm's keys."""
+    known = config_keys(config_class)
+    problems = []
+    for key, value in given.items():
+        instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
+        if key not in known and instead:
+            problems.append(f"{key}={value!r} is no key of this backbone; use {instead}")
+        elif key not in known and key in MM_ONLY.union(MM_KEYS):
+            problems.append(f"{key}={value!r} does nothing in this backbone; leave it out")
+    if problems:
+        raise ValueError(", ".join(problems))
+    for key in given:
+        check_key(config_class, key)
 
 
 def frozen_modules(model: Any) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """The backbone of mm configs; but for two tests at the end, none of this needs mm itself."""
 
 import importlib
+import inspect
 import pickle
 
 import pytest
@@ -19,9 +20,11 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+from hf_sparseprior.base.config_keys import config_keys
 from hf_sparseprior.models.pretrained import load_changed_model
 from tasks.common.mm.backbone import (
     MM_KEYS,
+    MMBackbone,
     SparsePriorConvit,
     SparsePriorIformer,
     SparsePriorSwin,
@@ -221,11 +224,36 @@ def test_keys_with_another_name_here_are_refused_with_it(key, instead):
     assert instead.split()[0] in SparsePriorViTConfig().to_dict()
 
 
+@each(
+    "theirs",
+    [
+        *(f"mmseg.models.backbones.{name}" for name in ("VisionTransformer", "SwinTransformer", "BEiT", "MAE")),
+        *("mmseg.models.backbones.MixVisionTransformer", "mmdet.models.backbones.SwinTransformer"),
+    ],
+)
+def test_every_key_of_mms_transformers_is_taken_or_answered(theirs):
+    """By their signatures; a guess of what was meant would be a wrong one."""
+    pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc_type=ImportError)
+    module, _, name = theirs.rpartition(".")
+    keys = {*inspect.signature(getattr(importlib.import_module(module), name).__init__).parameters} - {"self"}
+    assert len(keys) > 15
+    for ours in (SparsePriorViT, SparsePriorSwin, SparsePriorConvit, SparsePriorIformer):
+        known = config_keys(ours.config_class).union(inspect.signature(MMBackbone.__init__).parameters)
+        for key in sorted(keys - known):
+            with pytest.raises(ValueError, match=rf"^{key}=7 (is no key of|does nothing in) this backbone; ") as caught:
+                ours(**{key: 7})
+            used = str(caught.value).rpartition("; use ")
+            assert not used[1] or used[2] in known
+    both = "embed_dims=96 is no key of this backbone; use hidden_size, window_size=7 does nothing in this backbone; lea"
+    with pytest.raises(ValueError, match=both):
+        SparsePriorViT(embed_dims=96, window_size=7)
+
+
 @pytest.mark.parametrize("options", [{}, {"preset": "deit_tiny"}])
 def test_keys_that_mean_nothing_are_refused(options, classifier):
     for given in (options, {"pretrained": classifier[1]}):
-        with pytest.raises(ValueError, match="'qk_scale' is no field of SparsePriorViTConfig"):
-            SparsePriorViT(qk_scale=0.5, **given, **SMALL)
+        with pytest.raises(ValueError, match="'rope_scale' is no field of SparsePriorViTConfig"):
+            SparsePriorViT(rope_scale=0.5, **given, **SMALL)
     with pytest.raises(ValueError, match="frozen_stages=4 must be at most the 3 layers"):
         SparsePriorViT(frozen_stages=4, **SMALL)
     with pytest.raises(ValueError, match="norm_eval='yes' must be True or False"):
