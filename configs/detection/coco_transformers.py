@@ -40,7 +40,7 @@ def _steps(theirs, read=_read):
 
 
 def _cell(theirs, backbone, **parts):
-    wrapper = {**theirs["optim_wrapper"], "_delete_": True}
+    wrapper, schedule = {**theirs["optim_wrapper"], "_delete_": True}, theirs["param_scheduler"]
     keys = {**wrapper["paramwise_cfg"]["custom_keys"], "bias_table": dict(decay_mult=0.0)}
     wrapper["paramwise_cfg"] = {**wrapper["paramwise_cfg"], "custom_keys": keys}
     model = {**theirs["model"], "_delete_": True, "backbone": backbone}
@@ -50,8 +50,7 @@ def _cell(theirs, backbone, **parts):
         model=model,
         optim_wrapper=wrapper,
         train_dataloader=_steps(theirs),
-        train_cfg={**theirs["train_cfg"], "_delete_": True},
-        param_scheduler=theirs["param_scheduler"],
+        param_scheduler=schedule if isinstance(schedule, list) else [schedule],
     )
 
 
@@ -80,9 +79,15 @@ _vitdet = dict(
     ],
 )
 cells = dict(
-    detr=dict(**_cell(_theirs["detr"], _swin(4), neck=dict(in_channels=[768])), **_boxes_alone),
+    detr=dict(
+        **_cell(_theirs["detr"], _swin(4), neck=dict(in_channels=[768])), train_cfg=dict(max_epochs=150), **_boxes_alone
+    ),
     dino=dict(**_cell(_theirs["dino"], _swin(2, 3, 4), neck=dict(in_channels=[192, 384, 768])), **_boxes_alone),
-    mask2former=_cell(_theirs["mask2former"], _swin(1, 2, 3, 4), panoptic_head=dict(in_channels=[96, 192, 384, 768])),
+    # 50 epochs, where mmdetection counts 368750 steps of 16 images.
+    mask2former=dict(
+        **_cell(_theirs["mask2former"], _swin(1, 2, 3, 4), panoptic_head=dict(in_channels=[96, 192, 384, 768])),
+        train_cfg=dict(max_epochs=50, val_interval=5),
+    ),
     vitdet=_vitdet,
 )
 del Config, find_spec, _theirs, _read, _boxes_alone, _vitdet
