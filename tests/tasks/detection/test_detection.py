@@ -551,7 +551,8 @@ def test_transformers_build_at_full_size_and_train(cell, epochs, masks):
         config.model.backbone = {"type": "SparsePriorSwin", **sizes, "prior": "violin", "out_indices": outputs}
         takes.in_channels = [4 * 2**stage for stage in outputs]
     if cell in ("detr", "dino"):
-        config.model.num_queries, config.model.encoder.num_layers, config.model.decoder.num_layers = 10, 1, 2
+        config.model.num_queries = config.model.test_cfg.max_per_img = 10
+        config.model.encoder.num_layers, config.model.decoder.num_layers = 1, 2
     if cell == "dino":
         config.model.dn_cfg.group_cfg.num_dn_queries = 4
     if cell == "mask2former":
