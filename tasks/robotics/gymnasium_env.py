@@ -163,6 +163,9 @@ class RecordVideo(gymnasium.wrappers.RecordVideo):
     gymnasium's, and so are the episodes that are filmed without a trigger: 0, 1, 8, 27, ... and every 1000th.
     """
 
+    recorded_frames: list[Any]
+    _video_name: str | None
+
     def __init__(self, env: gymnasium.Env, video_folder: str, **options: Any) -> None:
         if options.get("episode_trigger") is None and options.get("step_trigger") is None:
             options["episode_trigger"] = _is_cube  # the module of gymnasium's own schedule needs MoviePy, too

@@ -19,6 +19,7 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+from hf_sparseprior.convert import convert_checkpoint
 from tasks.common.mm.backbone import SparsePriorConvit, SparsePriorIformer, SparsePriorSwin, SparsePriorViT
 from tests.each import each
 from tests.hf_sparseprior import small
@@ -238,6 +239,15 @@ def test_weights_of_other_libraries_give_their_maps(source, tmp_path):
     assert torch.equal(
         larger.embeddings.position_embeddings, backbone.embeddings.resized_positions((8, 8))
     )  # positions are interpolated, and the prior starts anew
+
+
+def test_convert_writes_what_the_backbone_takes(tmp_path):
+    options, _ = of_mmseg(torch.zeros(1, 3, 16, 16), tmp_path, final_norm=True)
+    lines = convert_checkpoint(tmp_path / "v.pth", tmp_path / "out", num_attention_heads=2)
+    assert any("layer_norm_eps is not in the source; 1e-06" in line for line in lines)
+    direct = SparsePriorViT(**options)
+    folder = SparsePriorViT(pretrained=str(tmp_path / "out"))
+    assert all(torch.equal(value, folder.state_dict()[name]) for name, value in direct.state_dict().items())
 
 
 @pytest.mark.parametrize("source", SOURCES[:2] + SOURCES[4:5])
