@@ -25,6 +25,7 @@ from hf_sparseprior.base.files import check_new, whole_file, whole_folder
 from hf_sparseprior.convert import (
     iformer,
     lvvit,
+    mm_vit,
     own_models,
     sparsifiner,
     timesformer,
@@ -50,7 +51,7 @@ from hf_sparseprior.saving.processor import PROCESSOR
 FORMATS: tuple[ModuleType, ...] = (
     *(timesformer, transformers_swin, transformers_vit, transformers_siglip, transformers_dinov3),
     *(violin, sparsifiner, lvvit, timm_vit, timm_swin, timm_convit),
-    *(iformer, timm_rotary),
+    *(mm_vit, iformer, timm_rotary),
 )
 # Those whose settings are the command line beside the weights of a PyTorch file.
 OF_ARGUMENTS: tuple[ModuleType, ...] = (violin, sparsifiner)
@@ -137,6 +138,11 @@ def _read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise OSError(f"{file} holds more than tensors and is not read ({type(error).__name__})") from None
     if not isinstance(content, dict):
         raise OSError(f"{file} holds a {type(content).__name__} instead of weights by name")
+    return unpacked(content)
+
+
+def unpacked(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights that a PyTorch file holds, by their names in the backbone, and its command line; {} for none."""
     nested = next((key for key in ("model", "teacher", "state_dict") if isinstance(content.get(key), dict)), None)
     state = content[nested] if nested else content
     cleaned = {}
@@ -238,17 +244,47 @@ def _read_as_ours(
     source: str | os.PathLike, num_attention_heads: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Weights under our classifier's names ("vit.layers.0..."), fields of the config, notes for the user."""
-    state, settings, arguments = _read_source(source)
+    weights, fields, assumed, notes = as_ours(source, *_read_source(source), num_attention_heads)
+    for name, (value, words) in assumed.items():
+        fields[name] = value
+        notes.append(f"note: {name} is not in the source; {words} is assumed")
+    return weights, fields, notes
+
+
+def as_ours(
+    source: str | os.PathLike,
+    state: dict[str, Tensor],
+    settings: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+    num_attention_heads: int | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, tuple[Any, str]], list[str]]:
+    """A checkpoint of any format under our names.
+
+    Args:
+        source: where it is from, for messages.
+        state, settings: weights and config as `read_checkpoint` gives them.
+        arguments: the command line beside the weights.
+        num_attention_heads: for files of ViTs that do not say it.
+
+    Returns:
+        Weights under our classifier's names ("vit.layers.0..."), fields of the config, fields that the source does not
+        say with the assumed value and words for it, and notes for the user.
+
+    Raises:
+        ValueError: for names of no known format, or an architecture without a counterpart.
+    """
     module = next((module for module in (own_models, *FORMATS) if module.matches(state)), None)
     if own_models.is_ours(settings):
         module = own_models
     if module is None:
         raise ValueError(f"{source}: names like {', '.join(sorted(state)[:3])} are of no known source")
     if module in OF_ARGUMENTS:
-        settings = arguments
+        settings = arguments or {}
     if num_attention_heads is not None:
-        if module is not timm_vit:
-            raise ValueError(f"--heads {num_attention_heads} is for a ViT under timm's names; this source has a number")
+        if module not in (timm_vit, mm_vit):
+            raise ValueError(
+                f"--heads {num_attention_heads} is for a ViT under timm's or mm's names; this source has a number"
+            )
         settings = {**(settings or {}), "num_attention_heads": num_attention_heads}
     own_fields = module.fields(state, settings)
     if RECORD in (settings or {}) and "prior" not in own_fields:
@@ -262,11 +298,7 @@ def _read_as_ours(
     assumed = {name: (list(values), f"ImageNet's {values}") for name, values in IMAGENET.items()}
     if hasattr(module, "assumed"):
         assumed |= module.assumed(state)
-    for name, (value, words) in assumed.items():
-        if name not in fields:
-            fields[name] = value
-            notes.append(f"note: {name} is not in the source; {words} is assumed")
-    return weights, fields, notes
+    return weights, fields, {name: given for name, given in assumed.items() if name not in fields}, notes
 
 
 def _attention_pooling(weights: dict[str, Tensor], config: Any, drop_classifier: bool, source: Any) -> list[str]:

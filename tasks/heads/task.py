@@ -23,7 +23,7 @@ from tasks.common.command import tell_passed_over
 from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler
 from tasks.common.hf_run import Prepared as PreparedRun
-from tasks.common.mm.backbone import load_weights
+from tasks.common.mm.init_cfg import load_weights
 from tasks.common.models import about_model, alike_across_priors
 from tasks.heads.baseline import constant_objects
 from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS

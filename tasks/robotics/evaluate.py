@@ -42,6 +42,7 @@ RESULTS_TEST = "results_test"
 EPISODES = "episodes"
 PICTURED = 4  # episodes in picture and video
 FRAME_SIZE = 160  # pixels of each
+SHOWN_EVERY = 0.5  # seconds between two lines of progress inside an episode
 
 
 @dataclass
@@ -232,6 +233,14 @@ def run_episodes(
             total=len(wanted), initial=before, desc="episodes", disable=not show_progress, dynamic_ncols=True
         )
 
+        shown = float("-inf")
+
+        def on_step(step: int, horizon: int) -> None:
+            nonlocal shown
+            if time.monotonic() - shown >= SHOWN_EVERY:
+                shown = time.monotonic()
+                progress.set_postfix(solved=solved, action=f"{step}/{horizon}")
+
         def on_episode(episode: Episode) -> None:
             nonlocal solved
             if episode.seed in there:
@@ -249,7 +258,7 @@ def run_episodes(
                         if each.seed not in there and (episode := store.read(each)) is not None:
                             on_episode(episode)
             # Nothing is left for this process, unless the others were killed.
-            found = play(store, wanted, player(policy, simulator, rollouts), on_episode)
+            found = play(store, wanted, player(policy, simulator, rollouts, on_step), on_episode)
         return found, len(wanted) - before, simulator.fps
 
 
@@ -260,9 +269,14 @@ def play_here(store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollo
         play(store, wanted, player(policy, simulator, rollouts))
 
 
-def player(policy: CrosswayPolicy, simulator: Environment, rollouts: Rollouts) -> Callable[[Wanted], Episode]:
-    """A function that plays an episode."""
-    return lambda each: rollout(policy, simulator, each.seed, rollouts.max_steps, each.picture_size)
+def player(
+    policy: CrosswayPolicy,
+    simulator: Environment,
+    rollouts: Rollouts,
+    on_step: Callable[[int, int], None] = lambda step, horizon: None,
+) -> Callable[[Wanted], Episode]:
+    """A function that plays an episode; `on_step` as of `rollout`."""
+    return lambda each: rollout(policy, simulator, each.seed, rollouts.max_steps, each.picture_size, on_step)
 
 
 def success_text(metrics: Mapping[str, Any], episodes: int) -> str:

@@ -7,12 +7,14 @@
     observation, info = env.reset(seed=7)  # the episode of `make_environment("lift").reset(7)`
     observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
-An episode is terminated when it is solved, and truncated after HORIZONS steps.
+An episode is terminated when it is solved, and truncated after HORIZONS steps. `RecordVideo` films episodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -23,6 +25,7 @@ from gymnasium.utils import EzPickle
 from tasks.robotics.environment import Observation
 from tasks.robotics.environments import make_environment, picture_problem
 from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, INSTRUCTIONS, STATE, image_feature
+from tasks.robotics.video import write_video
 
 LARGEST_SEED = 2**32 - 1  # of PushT's generator
 RENDER_SIZE = 256
@@ -151,6 +154,38 @@ class SimulatorEnv(gymnasium.Env, EzPickle):
 
     def _info(self, measured: dict[str, Any]) -> dict[str, Any]:
         return {"seed": self._episode, "is_success": measured["success"], **measured}
+
+
+class RecordVideo(gymnasium.wrappers.RecordVideo):
+    """gymnasium's RecordVideo with films by PyAV, which the extra `robotics` brings.
+
+    gymnasium's own needs MoviePy, which does not go with the extra's pillow. Arguments and names of the films are
+    gymnasium's, and so are the episodes that are filmed without a trigger: 0, 1, 8, 27, ... and every 1000th.
+    """
+
+    recorded_frames: list[Any]
+    _video_name: str | None
+
+    def __init__(self, env: gymnasium.Env, video_folder: str, **options: Any) -> None:
+        if options.get("episode_trigger") is None and options.get("step_trigger") is None:
+            options["episode_trigger"] = _is_cube  # the module of gymnasium's own schedule needs MoviePy, too
+        # MoviePy is the last thing that is looked for.
+        with suppress(gymnasium.error.DependencyNotInstalled):
+            super().__init__(env, video_folder, **options)
+
+    def stop_recording(self) -> None:
+        """Write the film, VIDEO_FOLDER/NAME.mp4."""
+        frames, self.recorded_frames, self.recording = self.recorded_frames, [], False
+        if frames:
+            write_video(Path(self.video_folder) / f"{self._video_name}.mp4", frames, self.frames_per_sec)
+        else:
+            gymnasium.logger.warn("Ignored saving a video as there were zero frames to save.")
+        self._video_name = None
+
+
+def _is_cube(episode: int) -> bool:
+    """Whether an episode is one of 0, 1, 8, 27, ..., 729, and from 1000 on every 1000th."""
+    return episode % 1000 == 0 if episode >= 1000 else round(episode ** (1 / 3)) ** 3 == episode
 
 
 def _boxes(low: Any, high: Any) -> spaces.Space:

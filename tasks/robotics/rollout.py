@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,12 @@ def make_matching_environment(about: Mapping[str, Any], source: str) -> Environm
 
 
 def rollout(
-    policy: CrosswayPolicy, environment: Environment, seed: int, max_steps: int | None = None, picture_size: int = 0
+    policy: CrosswayPolicy,
+    environment: Environment,
+    seed: int,
+    max_steps: int | None = None,
+    picture_size: int = 0,
+    on_step: Callable[[int, int], None] = lambda step, horizon: None,
 ) -> Episode:
     """Let a policy act until the task is solved or time is up.
 
@@ -74,6 +79,7 @@ def rollout(
         seed: seeds the episode and the policy's noise.
         max_steps: actions; None: the environment's horizon.
         picture_size: pixels of the frames that are kept; 0: none.
+        on_step: called after each action with how many there were and how many there can be.
     """
     generator = torch.Generator().manual_seed(seed)
     observation = environment.reset(seed)
@@ -88,6 +94,7 @@ def rollout(
             observation, reward, episode.success, info = environment.step(action)
             seen.append(observation)
             episode.steps += 1
+            on_step(episode.steps, horizon)
             episode.max_reward = max(episode.max_reward, float(reward))
             episode.coverage = info.get("coverage")
             if picture_size:

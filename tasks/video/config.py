@@ -39,7 +39,7 @@ CROPS = (1, 3)
 class DataConfig:
     """Where clips come from.
 
-    source: "folder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation and test by usual names of
+    source: "folder" or "imagefolder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation and test by usual names of
         them. "csv": lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a
         folder that is cut from real or drawn videos if it is missing (tasks/video/motion.py). "smarthome", "nucla",
         "ntu60", "kinetics", "something_something_v2": as they are published (tasks/video/sources.py).
@@ -86,11 +86,15 @@ class DataConfig:
     test_size: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.source == "imagefolder":  # the same layout, by its name for images
+            self.source = "folder"
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
         if not isinstance(self.path, str) or not self.path:
             raise ValueError(f"data.path={self.path!r} must be the folder of the videos")
-        if (self.source in LISTED) != isinstance(self.lists, str):
+        if self.source in LISTED and not (isinstance(self.lists, str) and self.lists):
+            raise ValueError(f"data.lists={self.lists!r} must be the folder of the lists for data.source {self.source}")
+        if self.source not in LISTED and self.lists is not None:
             sources = ", ".join(LISTED)
             raise ValueError(f"data.lists={self.lists!r} is for data.source {sources}; this is {self.source}")
         self._check_protocol()

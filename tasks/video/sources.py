@@ -9,7 +9,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -181,22 +181,36 @@ class Recorded:
 
 
 def _split(
-    config: DataConfig, videos: Iterable[Recorded], rule: Callable[[Recorded], str | None], passed_over: PassedOver
+    config: DataConfig,
+    videos: Iterable[Recorded],
+    rule: Callable[[Recorded], str | None],
+    passed_over: PassedOver,
+    validating: Collection[int] = (),
 ) -> dict[str, Named]:
-    """{split: files and classes} by a rule that says a video's split, None for a video that is in none."""
-    splits: dict[str, Named] = {split: [] for split in SPLITS}
+    """{split: files and classes} by a rule that says a video's split, None for a video that is in none.
+
+    validating: subjects one of whom validates where the rule says no validation videos: of those who train the one with
+        the highest number, of the others if none of these is there.
+    """
+    splits: dict[str, list[Recorded]] = {split: [] for split in SPLITS}
     for video in videos:
         split = rule(video)
         if split is not None:
-            splits[split].append((video.path, video.name))
+            splits[split].append(video)
         else:
             passed_over.add(f"of no split by data.protocol {config.protocol}", str(video.path))
-    for split, named in splits.items():
-        if not named:
+    subjects = {video.subject for video in splits["train"]} if validating else set()
+    last = max(subjects.intersection(validating) or subjects, default=None)
+    if last is not None:
+        splits["validation"] = [video for video in splits["train"] if video.subject == last]
+        splits["train"] = [video for video in splits["train"] if video.subject != last]
+    for split, part in splits.items():
+        if not part:
+            only = f"; subject {last}, who validates, is the only one to train" if len(subjects) == 1 else ""
             raise ValueError(
-                f"{config.path}: no video is of {split} by data.protocol {config.protocol} of {config.source}"
+                f"{config.path}: no video is of {split} by data.protocol {config.protocol} of {config.source}{only}"
             )
-    return splits
+    return {split: [(video.path, video.name) for video in part] for split, part in splits.items()}
 
 
 SMARTHOME_CLASSES = (
@@ -222,7 +236,8 @@ def smarthome(config: DataConfig) -> Listing:
 
     cs: 31 classes, training subjects 3, 4, 6, 7, 9, 12, 13, 15, 17, 19 and 25, all others test. cv1, cv2: 19 classes,
     training cameras 1, and 1, 3, 4, 6, 7; camera 2 tests and camera 5 validates. cs has no published validation set;
-    here subject 25, of the training subjects, validates, and trains as well with `stage` final.
+    here the training subject with the highest number, 25 of the whole set, validates, and trains as well with `stage`
+    final.
 
     Source: the paper, and smarthome_gendata.py of UNIK (Yang et al. 2021), of the same group. There cv2 compares the
     subject with the cameras' numbers; here it is the camera, as the paper has it.
@@ -234,9 +249,7 @@ def smarthome(config: DataConfig) -> Listing:
         if video.name not in classes:
             return None
         if not across_views:
-            if video.subject not in SMARTHOME_SUBJECTS:
-                return "test"
-            return "validation" if video.subject == SMARTHOME_SUBJECTS[-1] else "train"
+            return "train" if video.subject in SMARTHOME_SUBJECTS else "test"
         if video.camera in SMARTHOME_CAMERAS[str(config.protocol)]:
             return "train"
         return {2: "test", 5: "validation"}.get(video.camera)
@@ -248,7 +261,8 @@ def smarthome(config: DataConfig) -> Listing:
         if match is None or match[1] not in SMARTHOME_CLASSES:
             raise ValueError(f"{path} must be called like Cook.Cleandishes_p02_r00_v02_c03.mp4, of a Smarthome class")
         videos.append(Recorded(path, match[1], int(match[2]), int(match[3])))
-    return Listing(_split(config, videos, rule, passed_over), list(classes), passed_over)
+    validating = () if across_views else SMARTHOME_SUBJECTS
+    return Listing(_split(config, videos, rule, passed_over, validating), list(classes), passed_over)
 
 
 NUCLA_CLASSES = {
@@ -270,12 +284,10 @@ def nucla(config: DataConfig) -> Listing:
     """
     held_out = config.held_out or NUCLA_SUBJECTS
     across_views = config.protocol == "cv"
-    validating = NUCLA_SUBJECTS if across_views or held_out != NUCLA_SUBJECTS else NUCLA_SUBJECTS - 1
 
     def rule(video: Recorded) -> str | None:
-        if (video.camera == 3) if across_views else (video.subject == held_out):
-            return "test"
-        return "validation" if video.subject == validating else "train"
+        tests = video.camera == 3 if across_views else video.subject == held_out
+        return "test" if tests else "train"
 
     videos, passed_over = [], PassedOver()
     for path in _videos(Path(config.path or ""), passed_over):
@@ -283,7 +295,8 @@ def nucla(config: DataConfig) -> Listing:
         if match is None or action is None or int(action[1]) not in NUCLA_CLASSES:
             raise ValueError(f"{path} must be called like a01/v01_s01_e00.avi, with an action of NUCLA")
         videos.append(Recorded(path, NUCLA_CLASSES[int(action[1])], int(match[2]), int(match[1])))
-    return Listing(_split(config, videos, rule, passed_over), list(NUCLA_CLASSES.values()), passed_over)
+    splits = _split(config, videos, rule, passed_over, range(1, NUCLA_SUBJECTS + 1))
+    return Listing(splits, list(NUCLA_CLASSES.values()), passed_over)
 
 
 NTU_CLASSES = (
@@ -306,18 +319,18 @@ def ntu60(config: DataConfig) -> Listing:
     """NTU RGB+D (Shahroudy et al. 2016), 60 actions: S001C001P001R001A001_rgb.avi anywhere below `path`.
 
     cs: training subjects 1, 2, 4, 5, 8, 9, 13 to 19, 25, 27, 28, 31, 34, 35 and 38, all others test. cv: cameras 2 and
-    3 train, camera 1 tests. Neither has a validation set; here the training videos of subject 38 validate, and train as
-    well with `stage` final. Actions from 61 on, of NTU RGB+D 120, are left out. All videos count: those that papers on
-    skeletons leave out lack skeletons, not frames.
+    3 train, camera 1 tests. Neither has a validation set; here the training videos of subject 38 validate, in a subset
+    without that subject those of the one with the highest number of these training subjects, and train as well with
+    `stage` final. Actions from 61 on, of NTU RGB+D 120, are left out. All videos count: those that papers on skeletons
+    leave out lack skeletons, not frames.
 
     Source: the paper; names of files and actions from https://github.com/shahroudy/NTURGB-D.
     """
     across_views = config.protocol == "cv"
 
     def rule(video: Recorded) -> str | None:
-        if (video.camera == 1) if across_views else (video.subject not in NTU_SUBJECTS):
-            return "test"
-        return "validation" if video.subject == NTU_SUBJECTS[-1] else "train"
+        tests = video.camera == 1 if across_views else video.subject not in NTU_SUBJECTS
+        return "test" if tests else "train"
 
     videos, passed_over = [], PassedOver()
     for path in _videos(Path(config.path or ""), passed_over, "*_rgb.*"):
@@ -328,7 +341,7 @@ def ntu60(config: DataConfig) -> Listing:
             videos.append(Recorded(path, NTU_CLASSES[int(match[3]) - 1], int(match[2]), int(match[1])))
         else:
             passed_over.add("action of NTU RGB+D 120", str(path))
-    return Listing(_split(config, videos, rule, passed_over), list(NTU_CLASSES), passed_over)
+    return Listing(_split(config, videos, rule, passed_over, NTU_SUBJECTS), list(NTU_CLASSES), passed_over)
 
 
 # ---- sets with published lists, whose validation set papers test on -------------------------------------------------

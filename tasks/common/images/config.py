@@ -67,7 +67,7 @@ class Decoding:
 class DataConfig:
     """Where images come from. Which files each source reads is in tasks/classification/README.md.
 
-    source: one of `SOURCES`.
+    source: one of `SOURCES`; "folder" is imagefolder.
     path: folder, file or (hub) name of the data set. digits needs none. Without it fashion_mnist takes Debian's
     package. config_name, revision: for a hub data set, its configuration, and a branch, tag or commit.
     splits: {train: NAME, validation: NAME, test: NAME}, the source's own names (folders, beginnings of files), if they
@@ -167,6 +167,8 @@ class DataConfig:
         return Decoding(self.exif or ("ignore" if stored else "apply"), self.depth16)
 
     def _check_source(self) -> None:
+        if self.source == "folder":  # the same layout, by its name for videos
+            self.source = "imagefolder"
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
         if self.source not in ("digits", "fashion_mnist") and not self.path:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from transformers.modeling_outputs import BackboneOutput
@@ -16,16 +16,22 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.config_keys import check_key, config_keys
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
-from hf_sparseprior.base.files import read_json_object
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.models.feature_maps import pad_to_patches
-from hf_sparseprior.models.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family
 from hf_sparseprior.priors.predictor import Predictor
 from hf_sparseprior.training.distillation import learns_from_scores
-from tasks.common.mm.init_cfg import draw_weights, load_file_weights, read_init_cfg
+from tasks.common.mm.init_cfg import check_family, draw_weights, foreign_fields, is_ours, load_start, read_init_cfg
 
-# Keys of other backbones of mm, and what does the same here: the first of these names that is a field of the family.
+# Keys of mm's own transformers, and what does the same here: the first of these names that is a field of the family.
 MM_KEYS: dict[str, str] = {
+    "img_size": "image_size",
+    "pretrain_img_size": "image_size",
+    "patch_sizes": "patch_size",
+    "num_layers": "num_hidden_layers depths conv_depths",
+    "depths": "num_hidden_layers conv_depths",
+    "num_heads": "num_attention_heads",
+    "init_values": "layerscale_value layer_scale_init_value",
+    "qv_bias": "qkv_bias",
     "final_norm": "apply_layernorm",
     "with_cls_token": "use_class_token",
     "out_type": "reshape_hidden_states",
@@ -38,6 +44,14 @@ MM_KEYS: dict[str, str] = {
     "drop_rate": "hidden_dropout_prob",
     "attn_drop_rate": "attention_probs_dropout_prob",
 }
+# Others of their keys: what they choose is the same in all models of a family here, or does not exist.
+MM_ONLY = frozenset(
+    {
+        *("window_size", "shift_size", "strides", "num_stages", "sr_ratios", "qk_scale", "use_abs_pos_embed"),
+        *("patch_pad", "patch_norm", "patch_bias", "pre_norm", "num_fcs", "out_origin", "frozen_exclude"),
+        *("convert_weights", "patch_size", "qkv_bias"),
+    }
+)
 
 
 def register_backbones(registry: Any) -> None:
@@ -76,9 +90,10 @@ class MMBackbone:
     Args:
         preset: architecture by name (`from_preset` of the family's config), which `config` changes; None: that of the
             `pretrained` folder or, without one, `config` alone.
-        pretrained: folder of a saved model of the family, safetensors only, whose weights `init_weights` takes, or a
-            file of weights (.pth, .safetensors). mm's Runner calls that before training, so with a preset a model can
-            be built without the folder.
+        pretrained: what `init_weights` takes the weights of, which mm's Runner calls before training: the folder of a
+            saved model of the family, safetensors only; a folder or file of transformers, timm or mmsegmentation that
+            `convert` reads; or a file of weights of ours (.pth, .safetensors). What does not fit is refused when the
+            model is built. With a preset that can be without the folder.
         init_cfg: mm's way to say the same, dict(type="Pretrained", checkpoint=FOLDER or FILE, prefix="backbone."), the
             prefix for files alone; or another initializer of mm; or a list of them, the checkpoint last.
         out_indices: stages of the feature maps, 0 the embedding and n the output of layer n, or of stage n of a model
@@ -114,20 +129,14 @@ class MMBackbone:
         **config: Any,
     ) -> None:
         self._is_built = False  # torch.nn.Module is not initialised yet, but plain attributes can be set
-        known = config_keys(self.config_class)
-        for key in config:
-            instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
-            if key not in known and instead:
-                raise ValueError(f"{key}={config[key]!r} is no key of this backbone; use {instead}")
-            check_key(self.config_class, key)
+        check_keys(self.config_class, config)
         start = read_init_cfg(pretrained, init_cfg)
         folder = start.folder
         options = {**config, "out_indices": None if out_indices is None else list(out_indices)}
         saved: dict[str, Any] = {}
         if folder is not None and (preset is None or (Path(folder) / CONFIG_NAME).is_file()):
-            check_saved_folder(folder, "pretrained")
-            check_family(folder, self.config_class)
-            saved, _ = self.config_class.get_config_dict(folder)
+            saved = self.config_class.get_config_dict(folder)[0] if is_ours(folder) else foreign_fields(folder)
+            check_family(saved["model_type"], folder, self.config_class)
         if preset is not None:
             # Without the folder's own prior a model with a mask would be taken for dense.
             own = {"prior": saved["prior"]} if "prior" in saved else {}
@@ -150,6 +159,8 @@ class MMBackbone:
         self.frozen_stages = check_integer("frozen_stages", frozen_stages, -1)
         for module in frozen_modules(self):
             module.requires_grad_(False)
+        if start.checkpoint is not None and Path(start.checkpoint).exists():
+            check_start(self)
         self._is_built = True
 
     def init_weights(self) -> None:
@@ -159,10 +170,7 @@ class MMBackbone:
             model.init_weights()
             return
         draw_weights(cast(nn.Module, self), self.start.drawn)
-        if self.start.folder is not None:
-            load_weights(self, self.start.folder)
-        elif self.start.checkpoint is not None:
-            load_file_weights(self, self.start)
+        load_start(self)
 
     @property
     def out_channels(self) -> list[int]:
@@ -206,6 +214,32 @@ class MMBackbone:
         return tuple([map_, token] for map_, token in zip(maps, tokens, strict=True))
 
 
+def check_keys(config_class: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError for keys that are no fields of a family, with what does the same here for all of mm's keys."""
+    known = config_keys(config_class)
+    problems = []
+    for key, value in given.items():
+        instead = next((name for name in MM_KEYS.get(key, "").split() if name in known), None)
+        if key not in known and instead:
+            problems.append(f"{key}={value!r} is no key of this backbone; use {instead}")
+        elif key not in known and key in MM_ONLY.union(MM_KEYS):
+            problems.append(f"{key}={value!r} does nothing in this backbone; leave it out")
+    if problems:
+        raise ValueError(", ".join(problems))
+    for key in given:
+        check_key(config_class, key)
+
+
+def check_start(model: Any) -> None:
+    """Load the checkpoint once, so that one that does not fit ends a run before data are read; draws nothing.
+
+    mm loads it again when training begins. A model without memory (torch.device("meta")) is not checked.
+    """
+    if next(model.parameters()).device.type != "meta":
+        with torch.random.fork_rng(devices=[]):
+            load_start(model)
+
+
 def frozen_modules(model: Any) -> list[nn.Module]:
     """What `frozen_stages` of a backbone freezes.
 
@@ -234,12 +268,6 @@ def check_predictors(model: nn.Module) -> None:
             )
 
 
-def check_family(folder: str, config_class: Any) -> None:
-    """Raise ValueError unless a saved model's config is of this class."""
-    if (saved := saved_family(folder)).config_class is not config_class:
-        raise ValueError(f"pretrained={folder} is a {saved.name!r}, the backbone a {config_class.model_type!r}")
-
-
 def check_class_tokens(model: Any) -> None:
     """Raise ValueError unless there is a class token wherever a backbone has a map."""
     config = model.config
@@ -252,39 +280,6 @@ def check_class_tokens(model: Any) -> None:
         raise ValueError(f"output_cls_token=True: with map_scales={config.map_scales} maps are not those of layers")
     if without:
         raise ValueError(f"output_cls_token=True: there is a class token from out_indices={first} on, not at {without}")
-
-
-def load_weights(model: Any, folder: str) -> None:
-    """Fill a model with the backbone of a saved folder; a classifier is left out.
-
-    The position embedding is interpolated to the model's grid. Weights of the prior that the folder lacks stay as they
-    are. Weights of a prior that the model does not have are left out.
-
-    Raises:
-        OSError: for a missing folder, one that lacks weights of its own, or a file that is no safetensors.
-        ValueError: for weights that do not fit, with their names, or a folder whose config uses them in another way.
-    """
-    check_saved_folder(folder, "pretrained")
-    check_family(folder, model.config_class)
-    source = load_whole_model(folder, _saved_class(folder, model))
-    for name in model.config.read_alike:
-        there, here = getattr(source.config, name), getattr(model.config, name)
-        if there != here:
-            raise ValueError(f"pretrained={folder} has {name}={there!r}, the backbone {name}={here!r}")
-    for name in ("image_mean", "image_std"):
-        there, here = getattr(source.config, name), getattr(model.config, name)
-        if there != here:
-            warnings.warn(f"pretrained={folder} was trained with {name}={there}, the backbone has {here}", stacklevel=2)
-    copy_weights(source, model, strict=True)
-
-
-def _saved_class(folder: str, model: Any) -> Any:
-    """The family's backbone for a folder with weights that only backbones have, otherwise its bare model."""
-    family = family_of(model.config)
-    assert family is not None
-    architectures = read_json_object(Path(folder) / CONFIG_NAME).get("architectures") or [""]
-    is_backbone = family.backbone_parts and family.class_named(str(architectures[0])) is family.backbone
-    return family.backbone if is_backbone else family.base
 
 
 def has_own_parts(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, DictAction
+from mmengine.config.utils import MODULE2PACKAGE
 from mmengine.runner import Runner
 
 from hf_sparseprior.training.finite import SETTING
@@ -18,6 +19,8 @@ from tasks.common.command import first_line
 from tasks.common.config import check_known, missing_file, nested_names, split_cell
 from tasks.common.run_folder import default_output_dir
 
+# mmengine looks for the base `mmseg::FILE` in a distribution of another name than the maintained fork has.
+MODULE2PACKAGE["mmseg"] = "mmseg"
 OUTPUT_DIR, WORK_DIR = "output_dir", "work_dir"  # the name that every task uses, and mmengine's own
 SEEDS = "seeds"  # those of a comparison, whose rows are the cells
 # What a run reads of a config. Whatever else stands at the top was used when the file was run.

@@ -9,6 +9,7 @@ every other task; with any other they do what they did.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,8 @@ from tasks.common.mm.backbone import MMBackbone
 
 CONSTRUCTORS = ("LearningRateDecayOptimizerConstructor", "LayerDecayOptimizerConstructor")
 SETTINGS = ("num_layers", "decay_rate", "decay_type")
+LAYER_WISE, STAGE_WISE = "layer_wise", "stage_wise"
+STAGE = re.compile(r"stages\.(\d+)\.")
 
 
 def register_layer_decay(registry: Any) -> None:
@@ -34,7 +37,8 @@ def register_layer_decay(registry: Any) -> None:
 class LayerDecay:
     """`add_params` of a layer-decay constructor of mm; see above.
 
-    `paramwise_cfg` has `decay_rate`, and `num_layers` and `decay_type="layer_wise"` where they are given.
+    `paramwise_cfg` has `decay_rate`, and `num_layers` and `decay_type` where they are given: "layer_wise", or
+    "stage_wise" for a backbone with stages, each of which then counts as one layer.
     """
 
     paramwise_cfg: dict[str, Any]
@@ -46,17 +50,19 @@ class LayerDecay:
 
         Norms, biases, tokens, positions and a decay's scalars have no weight decay. Layer l of the L of the backbone
         has the rate lr * decay_rate ** (L + 1 - l), the embedding that of l = 0, its last norm, neck and heads that of
-        l = L + 1.
+        l = L + 1. A stage has what its module holds, the merging of patches too.
 
         Raises:
-            ValueError: for another number of layers than the backbone has, or a setting that does nothing here.
+            ValueError: for another number of layers or stages than the backbone has, stages of a backbone without, or
+                a setting that does nothing here.
         """
         backbone = getattr(module, "backbone", None)
         if not isinstance(backbone, MMBackbone):
             super().add_params(params, module, **kwargs)  # type: ignore[misc]
             return
         model: Any = backbone
-        depths, layers = layer_depths(name for name, _ in model.named_parameters())
+        names = [name for name, _ in model.named_parameters()]
+        depths, layers = self._depths(names)
         rate = self._checked_rate(layers)
         if self.base_lr is None:
             raise ValueError("optim_wrapper.optimizer.lr is missing, of which layers have their shares")
@@ -82,13 +88,27 @@ class LayerDecay:
             group["param_names"].append(name)
         params.extend(groups[key] for key in sorted(groups))
 
+    def _depths(self, names: list[str]) -> tuple[dict[str, int], int]:
+        """As `layer_depths`, of layers or of stages, as `decay_type` says."""
+        depths, layers = layer_depths(names)
+        kind = self.paramwise_cfg.get("decay_type", LAYER_WISE)
+        if kind == STAGE_WISE:
+            stages = {name: int(match[1]) + 1 for name in names if (match := STAGE.match(name))}
+            if not stages:
+                raise ValueError(f"paramwise_cfg.decay_type={kind!r} needs a backbone with stages; use {LAYER_WISE!r}")
+            last = max(stages.values())
+            return {name: stages.get(name, 0 if depth == 0 else last + 1) for name, depth in depths.items()}, last
+        # mmsegmentation's older constructor says "layer_wise_vit".
+        if LAYER_WISE not in str(kind):
+            raise ValueError(f"paramwise_cfg.decay_type={kind!r} must be {LAYER_WISE!r} or {STAGE_WISE!r}")
+        return depths, layers
+
     def _checked_rate(self, layers: int) -> float:
         given = self.paramwise_cfg
         if unknown := sorted(set(given) - set(SETTINGS)):
             raise ValueError(f"paramwise_cfg.{unknown[0]} does nothing here, which takes {', '.join(SETTINGS)}")
         if given.get("num_layers", layers) != layers:
-            raise ValueError(f"paramwise_cfg.num_layers={given['num_layers']}, the backbone has {layers} layers")
-        if "layer_wise" not in (kind := given.get("decay_type", "layer_wise")):
-            raise ValueError(f"paramwise_cfg.decay_type={kind!r} must be 'layer_wise'")
+            what = "stages" if given.get("decay_type") == STAGE_WISE else "layers"
+            raise ValueError(f"paramwise_cfg.num_layers={given['num_layers']}, the backbone has {layers} {what}")
         allowed = "a number above 0 and at most 1"
         return check_within("paramwise_cfg.decay_rate", given.get("decay_rate"), math.ulp(0.0), 1, allowed)

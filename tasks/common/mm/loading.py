@@ -8,6 +8,7 @@ file: resume, load_from, the init_cfg of heads and necks.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -36,8 +37,10 @@ def history_method(owner: Any, name: str) -> Any:
     return getattr(HistoryBuffer, name)
 
 
-# What the checkpoints of mmengine hold besides tensors and plain values: histories of losses as numpy arrays.
+# What checkpoints hold besides tensors and plain values: mmengine's histories of losses as numpy arrays, DeiT's and
+# DINO's the command line.
 ALLOWED: list[Any] = [
+    argparse.Namespace,
     HistoryBuffer,
     (history_method, "builtins.getattr"),
     numpy_arrays._reconstruct,

@@ -185,6 +185,6 @@ def test_targets_and_options_of_another_family_are_refused(family, tmp_path):
         with pytest.raises(ValueError, match=f"is a {model.config.model_type}, which {target} cannot express"):
             convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
     convert_checkpoint(tmp_path / "ours", tmp_path / "w.safetensors", to="timm")
-    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's names; this source has a number"):
+    with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's or mm's names; this source has a number"):
         convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "out", num_attention_heads=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "w.safetensors"]

@@ -1,5 +1,7 @@
 """What a run of the Trainer refuses before it reads anything."""
 
+from itertools import product
+
 import pytest
 
 from tasks.classification.task import CLASSIFICATION
@@ -7,7 +9,7 @@ from tasks.common.hf_run import print_results, run
 from tasks.video.task import VIDEO
 
 
-@pytest.mark.parametrize(("task", "source"), [(CLASSIFICATION, "imagefolder"), (VIDEO, "folder")])
+@pytest.mark.parametrize(("task", "source"), list(product((CLASSIFICATION, VIDEO), ("imagefolder", "folder"))))
 def test_the_final_stage_cannot_choose_the_best_epoch(task, source, tmp_path):
     config = {section: {} for section in task.sections}
     config["data"] = {"source": source, "path": str(tmp_path / "nowhere"), "stage": "final"}

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from tasks.detection.data import NumberedEpochSampler, mirrored_back
 from tasks.detection.evaluate import main as evaluate_main
 from tasks.detection.task import DETECTION, constant_metrics
 from tasks.detection.train import main as train_main
+from tests.each import each
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import PARTS, data_roots, litter, write_shapes
 from tests.tasks.detection.inference import as_lists
@@ -49,6 +51,10 @@ from tests.tasks.detection.tiny import OVERRIDES
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path("configs/detection")
+VIT = {
+    "image_size": 64, "patch_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -518,6 +524,70 @@ def test_detectors_on_swin_build_at_full_size_and_train(name, kinds):
     with torch.no_grad():
         found = model(**model.data_preprocessor(inputs, False), mode="predict")
     assert [("masks" in sample.pred_instances) for sample in found] == [with_mask] * 2
+
+
+@pytest.mark.parametrize(
+    ("cell", "epochs", "masks"),
+    [("detr", 150, False), ("dino", 12, False), ("mask2former", 50, True), ("vitdet", 100, True)],
+)
+def test_transformers_build_at_full_size_and_train(cell, epochs, masks):
+    """A step of a small one on two small images, with gradients of the whole backbone, and what it predicts."""
+    from mmdet.testing import demo_mm_inputs
+
+    config = load_config("detection", CONFIGS / f"coco_transformers.py#{cell}")
+    init_default_scope("mmdet")
+    with torch.device("meta"):
+        model = MODELS.build(copy.deepcopy(config.model))  # some heads change what they are built from
+    takes = config.model.panoptic_head if cell == "mask2former" else config.model.neck
+    assert takes.in_channels == (768 if cell == "vitdet" else model.backbone.out_channels)
+    assert build_optim_wrapper(model, config.optim_wrapper) is not None
+    assert (config.train_cfg.max_epochs, "segm" in config.test_evaluator.metric) == (epochs, masks)
+    assert [TRANSFORMS.build(step) for step in config.train_dataloader.dataset.pipeline]
+    outputs = config.model.backbone.out_indices
+    if cell == "vitdet":
+        config.model.backbone = {"type": "SparsePriorViT", **VIT, "prior": "violin", "out_indices": [2]}
+        takes.in_channels = 16
+        config.model.train_cfg.rcnn.sampler.num = config.model.test_cfg.rpn.max_per_img = 16
+    else:
+        sizes = {**SMALL_FAMILIES["sparseprior_swin"], "depths": [1] * 4, "num_heads": [2] * 4, "image_size": 64}
+        config.model.backbone = {"type": "SparsePriorSwin", **sizes, "prior": "violin", "out_indices": outputs}
+        takes.in_channels = [4 * 2**stage for stage in outputs]
+    if cell in ("detr", "dino"):
+        config.model.num_queries = config.model.test_cfg.max_per_img = 10
+        config.model.encoder.num_layers, config.model.decoder.num_layers = 1, 2
+    if cell == "dino":
+        config.model.dn_cfg.group_cfg.num_dn_queries = 4
+    if cell == "mask2former":
+        takes.num_queries, takes.pixel_decoder.encoder.num_layers, takes.transformer_decoder.num_layers = 10, 1, 3
+        config.model.train_cfg.num_points = 64
+    config.model.data_preprocessor.pop("batch_augments", None)  # to 1024 pixels
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).train()
+    model.init_weights()
+    inputs = demo_mm_inputs(2, [[3, 64, 96], [3, 64, 64]], num_items=[2, 3], num_classes=80, with_mask=masks)
+    total, _ = model.parse_losses(model(**model.data_preprocessor(copy.deepcopy(inputs), True), mode="loss"))
+    total.backward()
+    grads = {name: value.grad for name, value in model.backbone.named_parameters() if value.requires_grad}
+    assert all(value is not None and value.isfinite().all() for value in grads.values())
+    first = "layers.0" if cell == "vitdet" else "stages.0.layers.0"
+    assert grads[f"{first}.attention.decay_bias.beta"].abs().sum() > 0
+    model.eval()
+    with torch.no_grad():
+        found = model(**model.data_preprocessor(inputs, False), mode="predict")
+    assert [("masks" in sample.pred_instances) for sample in found] == [masks] * 2
+
+
+@each("example", re.findall(r"```python\n(_base_.*?)```", Path("tasks/detection/README.md").read_text(), re.DOTALL))
+def test_mmdetections_own_files_take_the_backbone(example):
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "own.py").write_text(example)
+        config = load_config("detection", file)
+    init_default_scope("mmdet")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert model.backbone.config.prior_name != "dense" and config.train_dataloader.dataset.type == "CocoDataset"
+    assert build_optim_wrapper(model, config.optim_wrapper) is not None
+    assert [HOOKS.build(hook) for hook in config.custom_hooks]
 
 
 def test_a_plain_vit_at_1024_pixels_takes_fibottention():

@@ -39,7 +39,8 @@ def test_the_policy_sees_the_last_two_observations_and_its_actions_are_executed(
     actions = np.random.default_rng(0).uniform(0, 512, (9, 2))
     policy = Scripted(actions)
     with make_environment("pusht") as environment:
-        episode = rollout(policy, environment, seed=5, max_steps=8, picture_size=96)
+        told = []
+        episode = rollout(policy, environment, 5, 8, 96, on_step=lambda *step: told.append(step))
         history = [environment.reset(5)]
         rewards = []
         for action in actions[:8]:
@@ -47,6 +48,7 @@ def test_the_policy_sees_the_last_two_observations_and_its_actions_are_executed(
             history.append(observation)
             rewards.append(reward)
     assert (episode.steps, episode.success, len(episode.frames)) == (8, False, 9)
+    assert told == [(step, 8) for step in range(1, 9)]
     assert episode.max_reward == max(rewards) and episode.coverage == info["coverage"]
     for plan, (before, now) in enumerate(((0, 0), (2, 3), (5, 6))):
         for key in ("agent_pos", "keypoints"):
@@ -120,7 +122,8 @@ def test_another_environment_is_refused(saved, tmp_path):
 def test_the_command_writes_results_picture_and_film(saved, tmp_path, capsys):
     arguments = [str(saved), "--episodes", "2", "--seed", "70", "--max-steps", "20", "--sampling-steps", "2"]
     assert evaluate.main([*arguments, "--out", str(tmp_path / "trained")]) == 0
-    assert "0 of 2 solved (95 %: 0 to 66 %)" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "0 of 2 solved (95 %: 0 to 66 %)" in said.out and "action=1/20" in said.err
     assert evaluate.main([*arguments, "--out", str(tmp_path / "untrained"), "--untrained"]) == 0
     trained, untrained = (
         json.loads((tmp_path / name / "results_test.json").read_text()) for name in ("trained", "untrained")

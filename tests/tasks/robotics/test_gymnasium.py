@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs make robotics")
 
@@ -159,6 +160,28 @@ def test_pictures_have_the_size_that_was_asked_for():
     silent.reset(seed=1)
     with pytest.warns(UserWarning, match="render draws nothing"):
         assert silent.render() is None
+
+
+def test_gymnasiums_wrappers_work_with_what_the_extra_installs(tmp_path):
+    av = pytest.importorskip("av", reason="needs make robotics")
+    pytest.importorskip("array_api_compat", reason="needs make robotics")
+    from tasks.robotics.gymnasium_env import RecordVideo
+
+    wrappers = gymnasium.wrappers
+    env = RecordVideo(
+        make("pusht", render_mode="rgb_array", render_size=64), str(tmp_path), name_prefix="table", disable_logger=True
+    )
+    assert isinstance(env, wrappers.RecordVideo)
+    env = wrappers.NumpyToTorch(wrappers.RecordEpisodeStatistics(wrappers.FlattenObservation(env)))
+    env.reset(seed=0)
+    for _ in range(4):
+        observation, *_ = env.step(torch.full((2,), 256.0))
+    env.close()
+    assert torch.is_tensor(observation) and observation.shape == env.observation_space.shape
+    with av.open(str(tmp_path / "table-episode-0.mp4")) as film:
+        frames = list(film.decode(video=0))
+        assert film.streams.video[0].average_rate == 10
+    assert len(frames) == 5 and frames[0].width == 64
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -44,6 +45,7 @@ from tasks.segmentation.data import FolderSegmentation, ReadAnnotation
 from tasks.segmentation.evaluate import main as evaluate_main
 from tasks.segmentation.task import SEGMENTATION, constant_predictor, draw_predictions
 from tasks.segmentation.train import main as train_main
+from tests.each import each
 from tests.hf_sparseprior.small import SMALL as SMALL_FAMILIES
 from tests.tasks.common.mm.shapes import COUNTS, PARTS, data_roots, litter, write_shapes
 from tests.tasks.segmentation.tiny import OVERRIDES, SMALL
@@ -593,6 +595,60 @@ def test_heads_build_at_full_size_and_train(name):
         SegDataSample(metainfo={"img_shape": (45, 70), "ori_shape": (45, 70)})
     ]})  # fmt: skip
     assert found[0].pred_sem_seg.data.shape == (1, 45, 70)
+
+
+@pytest.mark.parametrize("cell", ["setr", "mask2former"])
+def test_transformers_build_at_full_size_and_train(cell):
+    """As the heads above, with mmsegmentation's own settings of head and optimizer."""
+    config = load_config("segmentation", CONFIGS / f"ade20k_heads.py#{cell}")
+    init_default_scope("mmseg")
+    with torch.device("meta"):
+        model = MODELS.build(copy.deepcopy(config.model))  # some heads change what they are built from
+    head, auxiliary = config.model.decode_head, config.model.auxiliary_head
+    assert head.in_channels == (768 if cell == "setr" else model.backbone.out_channels)
+    assert build_optim_wrapper(model, config.optim_wrapper) is not None and config.train_cfg.max_iters == 160000
+    shared = {"prior": "violin", "out_indices": [1, 2, 3, 4]}
+    if cell == "setr":
+        config.model.backbone = {"type": "SparsePriorViT", **SMALL, **shared}
+        for part in (head, *auxiliary):
+            part.update(in_channels=24, channels=8, norm_cfg={"type": "BN"})
+    else:
+        sizes = {**SMALL_FAMILIES["sparseprior_swin"], "depths": [1] * 4, "num_heads": [2] * 4, "image_size": 64}
+        config.model.backbone = {"type": "SparsePriorSwin", **sizes, **shared}
+        head.update(in_channels=[8, 16, 32, 64], num_queries=10)
+        head.pixel_decoder.encoder.num_layers, head.transformer_decoder.num_layers = 1, 3
+        head.train_cfg.num_points = 64
+    torch.manual_seed(0)
+    model = MODELS.build(config.model).train()
+    model.init_weights()
+    sample = SegDataSample(gt_sem_seg=PixelData(data=torch.randint(0, 150, (1, 64, 96))))
+    sample.set_metainfo({"img_shape": (64, 96), "ori_shape": (64, 96)})
+    losses = model.loss(torch.randn(2, 3, 64, 96), [sample, sample])
+    total, _ = model.parse_losses(losses)
+    total.backward()
+    assert ("aux_2.loss_ce" if cell == "setr" else "decode.d1.loss_mask") in losses
+    grads = {name: value.grad for name, value in model.backbone.named_parameters() if value.requires_grad}
+    used = {name: value for name, value in grads.items() if not name.startswith("layernorm.")}
+    assert all(value is not None and value.isfinite().all() for value in used.values())
+    first = "layers.0" if cell == "setr" else "stages.0.layers.0"
+    assert grads[f"{first}.attention.decay_bias.beta"].abs().sum() > 0
+    found = model.eval().test_step({"inputs": [torch.zeros(3, 45, 70, dtype=torch.uint8)], "data_samples": [
+        SegDataSample(metainfo={"img_shape": (45, 70), "ori_shape": (45, 70)})
+    ]})  # fmt: skip
+    assert found[0].pred_sem_seg.data.shape == (1, 45, 70)
+
+
+@each("example", re.findall(r"```python\n(_base_.*?)```", Path("tasks/segmentation/README.md").read_text(), re.DOTALL))
+def test_mmsegmentations_own_files_take_the_backbone(example):
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "own.py").write_text(example)
+        config = load_config("segmentation", file)
+    init_default_scope("mmseg")
+    with torch.device("meta"):
+        model = MODELS.build(config.model)
+    assert model.backbone.config.prior_name == "violin" and config.train_dataloader.dataset.type == "ADE20KDataset"
+    assert build_optim_wrapper(model, config.optim_wrapper) is not None
+    assert [HOOKS.build(hook) for hook in config.custom_hooks]
 
 
 def test_annotations_of_ade20k_are_read_as_mmseg_reads_them(tmp_path):

@@ -150,6 +150,33 @@ def test_ntu_splits_have_the_published_sizes_of_subjects(protocol, trains, tmp_p
     )
 
 
+@pytest.mark.parametrize(
+    "source, protocol, subjects, validates",
+    [
+        ("ntu60", "cs", (1, 2, 3), 2),
+        ("ntu60", "cv", (3, 5, 40), 5),
+        ("ntu60", "cv", (3, 6), 6),
+        ("smarthome", "cs", (3, 4, 5), 4),
+        ("nucla", "cs", (1, 4, 7, 10), 7),
+        ("nucla", "cv", (1, 4), 4),
+    ],
+)
+def test_a_subset_without_the_subject_who_validates_can_be_trained(source, protocol, subjects, validates, tmp_path):
+    names = {
+        "ntu60": "S001C00{camera}P{subject:03}R001A001_rgb.avi",
+        "smarthome": "Walk_p{subject:02}_r00_v01_c0{camera}.mp4",
+        "nucla": "a01/v0{camera}_s{subject:02}_e00.avi",
+    }
+    whose = {
+        names[source].format(camera=camera, subject=subject): subject for subject in subjects for camera in (1, 2, 3)
+    }
+    touch(tmp_path, whose)
+    splits, _ = read(tmp_path, source, protocol=protocol)
+    assert {whose[name] for name in splits["validation"]} == {validates}
+    assert splits["train"] and validates not in {whose[name] for name in splits["train"]}
+    assert sum(map(len, splits.values())) == len(whose)
+
+
 @pytest.mark.parametrize("folders", ["classes", "flat", "one"])
 @pytest.mark.parametrize("name", ["val", "validate"])
 def test_kinetics_lists(folders, name, tmp_path):
@@ -226,7 +253,12 @@ def test_something_something(begin, tmp_path):
         ("smarthome", "cs", "clip.mp4", "must be called like Cook.Cleandishes_p02_r00_v02_c03.mp4"),
         ("nucla", "cs", "a07/v01_s01_e00.avi", "must be called like a01/v01_s01_e00.avi, with an action of NUCLA"),
         ("ntu60", "cs", "S1C1P1R1A1_rgb.avi", "must be called like S001C001P001R001A001_rgb.avi"),
-        ("ntu60", "cs", "S001C001P001R001A001_rgb.avi", "no video is of validation by data.protocol cs of ntu60"),
+        (
+            "ntu60",
+            "cs",
+            "S001C001P001R001A001_rgb.avi",
+            "no video is of train .*; subject 1, who validates, is the o",
+        ),
         ("smarthome", "cv2", "notes.txt", "no video is of train by data.protocol cv2 of smarthome"),
     ],
 )
@@ -245,7 +277,11 @@ def test_files_that_do_not_fit_are_named(source, protocol, name, message, tmp_pa
         ({"source": "nucla", "protocol": "cs", "held_out": 11}, "data.held_out=11 must be one of the 10 subjects"),
         ({"source": "nucla", "protocol": "cs", "held_out": 0}, "data.held_out=0"),
         ({"source": "nucla", "protocol": "cv", "held_out": 1}, "data.held_out=1 is for data.protocol cs"),
-        ({"source": "kinetics"}, "data.lists=None is for data.source csv, kinetics, something_something_v2"),
+        ({"source": "kinetics"}, "data.lists=None must be the folder of the lists for data.source kinetics"),
+        (
+            {"source": "something_something_v2", "lists": ""},
+            "data.lists='' must be the folder of the lists for",
+        ),
         ({"source": "nucla", "protocol": "cs", "lists": "x"}, "data.lists='x' is for data.source csv"),
     ],
 )

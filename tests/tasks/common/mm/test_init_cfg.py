@@ -1,9 +1,11 @@
 """`init_cfg`, activation checkpointing and class tokens of the backbones of mm configs."""
 
+import argparse
 import os
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from hf_sparseprior import (
@@ -17,9 +19,11 @@ from hf_sparseprior import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+from hf_sparseprior.convert import convert_checkpoint
 from tasks.common.mm.backbone import SparsePriorConvit, SparsePriorIformer, SparsePriorSwin, SparsePriorViT
 from tests.each import each
 from tests.hf_sparseprior import small
+from tests.timm_oracle import import_timm
 
 VIT = {
     "image_size": 16, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -90,11 +94,11 @@ def test_weights_of_a_file_are_those_of_the_folder(family, form, tmp_path):
         save_file(state, file := tmp_path / "weights.safetensors")
     found = backbone(**fields_of(family), init_cfg=pretrained(file, **options))
     expected = backbone(pretrained=str(tmp_path / "folder"))
-    weights = {name: value.clone() for name, value in found.state_dict().items()}
     for model in (found, expected):
+        with torch.no_grad():
+            next(model.parameters()).zero_()
         model.init_weights()
         model.eval()
-    assert any(not torch.equal(value, weights[name]) for name, value in expected.state_dict().items())
     own = {name: value for name, value in found.state_dict().items() if not name.startswith("map_norms")}
     assert own and all(torch.equal(value, expected.state_dict()[name]) for name, value in own.items())
     with torch.no_grad():
@@ -113,16 +117,13 @@ def test_another_grid_interpolates_positions_of_a_file(tmp_path):
 
 def test_the_prior_may_differ_and_its_weights_start_anew(checkpoint):
     file, state = checkpoint
-    for prior in ("dense", {"decay": {"name": "violin", "curves": ["snake"]}}):
-        backbone = SparsePriorViT(**{**VIT, "prior": prior}, init_cfg=pretrained(file, prefix="backbone."))
-        before = {name: value.clone() for name, value in backbone.state_dict().items() if "decay" in name}
-        if prior != "dense":
-            with pytest.raises(ValueError, match=r"of another shape: layers\.0\.attention\.decay_bias\.\w+"):
-                backbone.init_weights()
-            continue
-        backbone.init_weights()
-        own = backbone.state_dict()
-        assert not before and all(torch.equal(value, state[name]) for name, value in own.items())
+    backbone = SparsePriorViT(**{**VIT, "prior": "dense"}, init_cfg=pretrained(file, prefix="backbone."))
+    backbone.init_weights()
+    own = backbone.state_dict()
+    assert all("decay" not in name and torch.equal(value, state[name]) for name, value in own.items())
+    changed = {**VIT, "prior": {"decay": {"name": "violin", "curves": ["snake"]}}}
+    with pytest.raises(ValueError, match=r"of another shape: layers\.0\.attention\.decay_bias\.\w+"):
+        SparsePriorViT(**changed, init_cfg=pretrained(file, prefix="backbone."))
 
 
 @pytest.mark.parametrize(
@@ -141,13 +142,128 @@ def test_weights_that_do_not_fit_are_named(checkpoint, change, prefix, said):
     file, _ = checkpoint
     content = torch.load(file, weights_only=True)
     change(content["state_dict"])
-    torch.save(content, file)
-    backbone = SparsePriorViT(**VIT, init_cfg=pretrained(file, **({"prefix": prefix} if prefix else {})))
+    file.unlink()
+    init_cfg = pretrained(file, **({"prefix": prefix} if prefix else {}))
+    backbone = SparsePriorViT(**VIT, init_cfg=init_cfg)  # which needs no file before training
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=said):
+        SparsePriorViT(**VIT, init_cfg=init_cfg)
     with pytest.raises(ValueError, match=said) as caught:
         backbone.init_weights()
     assert "\n" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
+
+
+# ---- weights of other libraries -------------------------------------------------------------------------------------
+
+SIZES = {
+    "image_size": 16, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32,
+}  # fmt: skip
+
+
+def moved(model):
+    """Every weight moved from where it was drawn."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    model.eval()  # which mm's models do not return
+    return model
+
+
+def as_maps(tokens):
+    return tokens[:, -16:].transpose(1, 2).reshape(len(tokens), 16, 4, 4)
+
+
+def of_transformers(images, folder):
+    """A folder, its maps of the images by the model itself, and what the backbone has to be told."""
+    model = moved(transformers.ViTModel(transformers.ViTConfig(**SIZES, layer_norm_eps=1e-5)))
+    model.save_pretrained(folder / "vit")
+    states = model(images, output_hidden_states=True).hidden_states
+    return {"pretrained": str(folder / "vit")}, [as_maps(state) for state in states[1:]]
+
+
+def of_timm(images, folder, save=torch.save, wrap=lambda state: state, file="vit.pth"):
+    model = moved(import_timm().create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, mlp_ratio=2
+    ))  # fmt: skip
+    save(wrap(model.state_dict()), folder / file)
+    maps = model.forward_intermediates(images, indices=[0, 1], intermediates_only=True)
+    return {**SIZES, "pretrained": str(folder / file)}, maps
+
+
+def of_timm_as_safetensors(images, folder):
+    return of_timm(images, folder, save_file, file="vit.safetensors")
+
+
+def of_deit(images, folder):
+    return of_timm(images, folder, wrap=lambda state: {"model": state, "args": argparse.Namespace(lr=1.0)})
+
+
+def of_mmseg(images, folder, **options):
+    backbones = pytest.importorskip("mmseg.models.backbones", reason="needs make dense", exc_type=ImportError)
+    model = moved(backbones.VisionTransformer(
+        img_size=16, patch_size=4, embed_dims=16, num_layers=2, num_heads=2, mlp_ratio=2, out_indices=(0, 1),
+        norm_cfg={"type": "LN", "eps": 1e-5}, **options
+    ))  # fmt: skip
+    torch.save(
+        {"state_dict": {f"backbone.{name}": value for name, value in model.state_dict().items()}}, folder / "v.pth"
+    )
+    init_cfg = pretrained(folder / "v.pth", prefix="backbone.")
+    return {**SIZES, "layer_norm_eps": 1e-5, "init_cfg": init_cfg}, model(images)
+
+
+def of_mmseg_with_bias(images, folder):
+    return of_mmseg(images, folder, patch_bias=True)
+
+
+SOURCES = (of_transformers, of_timm, of_timm_as_safetensors, of_deit, of_mmseg, of_mmseg_with_bias)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_weights_of_other_libraries_give_their_maps(source, tmp_path):
+    pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        options, expected = source(images, tmp_path)
+        backbone = SparsePriorViT(**options, out_indices=[1, 2], apply_layernorm=False).eval()
+        for parameter in backbone.parameters():
+            parameter.zero_()
+        backbone.init_weights()
+        found = backbone(images)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    larger = SparsePriorViT(**{**options, "image_size": 32}, prior="violin", apply_layernorm=False)
+    assert torch.equal(
+        larger.embeddings.position_embeddings, backbone.embeddings.resized_positions((8, 8))
+    )  # positions are interpolated, and the prior starts anew
+
+
+def test_convert_writes_what_the_backbone_takes(tmp_path):
+    options, _ = of_mmseg(torch.zeros(1, 3, 16, 16), tmp_path, final_norm=True)
+    lines = convert_checkpoint(tmp_path / "v.pth", tmp_path / "out", num_attention_heads=2)
+    assert any("layer_norm_eps is not in the source; 1e-06" in line for line in lines)
+    direct = SparsePriorViT(**options)
+    folder = SparsePriorViT(pretrained=str(tmp_path / "out"))
+    assert all(torch.equal(value, folder.state_dict()[name]) for name, value in direct.state_dict().items())
+
+
+@pytest.mark.parametrize("source", SOURCES[:2] + SOURCES[4:5])
+def test_weights_of_other_libraries_that_do_not_fit_are_refused_when_the_model_is_built(source, tmp_path):
+    pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
+    options, _ = source(torch.zeros(1, 3, 16, 16), tmp_path)
+    with pytest.raises(ValueError, match=r"does not fit SparsePriorViT; missing: layers\.2\."):
+        SparsePriorViT(**{**options, "num_hidden_layers": 3}, apply_layernorm=False)
+    with pytest.raises(ValueError, match="is a 'sparseprior_vit', the backbone a 'sparseprior_swin'"):
+        SparsePriorSwin(**{key: value for key, value in options.items() if key not in (*SIZES, "layer_norm_eps")})
+    if source is of_transformers:
+        with pytest.raises(ValueError, match=r"has layer_norm_eps=1e-05, the backbone layer_norm_eps=0\.1"):
+            SparsePriorViT(**options, layer_norm_eps=0.1)
+    if source is of_mmseg:
+        with pytest.raises(ValueError, match=r"missing: layernorm\.weight, layernorm\.bias \(2 in all\)"):
+            SparsePriorViT(**options)  # mm's model has no last norm
 
 
 def test_a_pickle_in_a_file_of_weights_is_not_run(tmp_path):

@@ -100,6 +100,28 @@ def test_layers_have_their_rates(framework, constructor, rate, backbone, depth, 
     assert seen == set(range(layers + 2))
 
 
+@pytest.mark.parametrize(("framework", "constructor", "rate"), CASES[::2])
+@pytest.mark.parametrize("name", ["Swin", "Iformer"])
+def test_stages_have_their_rates(framework, constructor, rate, name):
+    """mm's own stage-wise rule, which knows ConvNeXt by the name of its class, for names without its merging."""
+    backbone = {"type": f"SparsePrior{name}", **small.SMALL[f"sparseprior_{name.lower()}"], "prior": "violin"}
+    model = model_of(framework, backbone)
+    stages = len(model.backbone.stages)
+    constructors = importlib.import_module(f"{framework}.engine.optimizers.layer_decay_optimizer_constructor")
+    for told in ({}, {"num_layers": stages}):
+        groups = groups_of(model, constructor, **{rate: RATE}, decay_type="stage_wise", **told)
+        ids = set()
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                theirs = parameter_name.replace("backbone.embeddings.", "backbone.downsample_layers.")
+                stage = constructors.get_stage_id_for_convnext(theirs, stages + 2)
+                assert groups[id(parameter)]["lr"] == pytest.approx(LR * RATE ** (stages + 1 - stage)), parameter_name
+                ids.add(stage)
+        assert ids == set(range(stages + 2))
+    with pytest.raises(ValueError, match=f"num_layers=6, the backbone has {stages} stages"):
+        groups_of(model, constructor, **{rate: RATE}, decay_type="stage_wise", num_layers=6)
+
+
 def test_frozen_layers_have_no_group_and_change_no_rate():
     model = model_of("mmseg", {**VIT, "frozen_stages": 1})
     groups = groups_of(model, CASES[0][1], decay_rate=RATE)
@@ -114,7 +136,11 @@ def test_frozen_layers_have_no_group_and_change_no_rate():
         ({"decay_rate": 0.5, "num_layers": 12}, "num_layers=12, the backbone has 3 layers"),
         ({"num_layers": 3}, "decay_rate=None must be a number above 0 and at most 1"),
         ({"decay_rate": 65}, "decay_rate=65 must be a number above 0 and at most 1"),
-        ({"decay_rate": 0.5, "decay_type": "stage_wise"}, "decay_type='stage_wise' must be 'layer_wise'"),
+        (
+            {"decay_rate": 0.5, "decay_type": "stage_wise"},
+            "decay_type='stage_wise' needs a backbone with stages; use 'l",
+        ),
+        ({"decay_rate": 0.5, "decay_type": "stages"}, "decay_type='stages' must be 'layer_wise' or 'stage_wise'"),
         ({"decay_rate": 0.5, "norm_decay_mult": 0.0}, "paramwise_cfg.norm_decay_mult does nothing here"),
     ],
 )
