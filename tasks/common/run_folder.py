@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import distributed
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.cli.command import USER_ERRORS
 from hf_sparseprior.training.trainer import PROCESSES_FILE
 from tasks.common.command import first_line
@@ -156,7 +157,7 @@ def throw_away(out: Path, keep: Sequence[str] = (LOCK,)) -> None:
 def folder_differences(out: Path, config: dict[str, Any]) -> list[str]:
     """Keys in which the run that owns the folder, or the one that wrote its results, differs from this one."""
     try:
-        stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
+        stored = read_json(out / RUN_CONFIG, finite=False)
         differences = config_differences(stored, config)
     except (ValueError, AttributeError, TypeError):
         return [f"{RUN_CONFIG} is damaged"]
@@ -362,7 +363,7 @@ def _is_cut(path: Path) -> bool:
     """Whether a file of a Trainer's checkpoint is empty, cut off or not what its name says."""
     try:
         if path.suffix == ".json":
-            return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+            return not isinstance(read_json(path, RECORD_BYTES, finite=False), dict)
         if path.name == PROCESSES_FILE:
             return int(path.read_text(encoding="utf-8")) < 1
         if path.suffix == ".safetensors":
@@ -384,7 +385,7 @@ def stored_config(model_folder: Path) -> dict[str, Any]:
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
     try:
-        config = json.loads(stored.read_text(encoding="utf-8"))
+        config = read_json(stored, finite=False)
         return {**config}
     except (ValueError, AttributeError, TypeError):
         raise OSError(f"{stored} is damaged, so the data is not known; give --config") from None

@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.config_keys import check_key, config_keys
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.models.feature_maps import pad_to_patches
 from hf_sparseprior.models.pretrained import check_saved_folder, copy_weights, load_whole_model, saved_family

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from tasks.common.command import first_line
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
