@@ -7,11 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
-from hf_sparseprior.base.families import FAMILIES, family_of
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
-from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json, read_json_object
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
 from hf_sparseprior.saving.card import CARD, model_card
 from hf_sparseprior.saving.processor import PROCESSOR
@@ -64,10 +62,11 @@ def saved_source(source: str | os.PathLike) -> tuple[Path, Any]:
         source = source / "model"  # of a training run
     if not (source / "config.json").is_file():
         raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
-    check_saved_config(source)
-    config = AutoConfig.from_pretrained(source)
-    names = config.architectures or []
-    family = family_of(config)
+    content = read_json_object(source / "config.json")
+    names, model_type = content.get("architectures") or [], content.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family:
+        check_saved_config(source)
     cls = family.class_named(str(names[0])) if family and names else None
     if cls is None:
         titles = ", ".join(family.title for family in FAMILIES.values())

@@ -49,7 +49,7 @@ def test_export_makes_a_whole_folder_with_the_metrics_of_the_run(model, tmp_path
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("preprocessor_config.json", {"size": {"height": -8, "width": 8}}, "size="),
+        ("preprocessor_config.json", {"size": {"height": -8, "width": 8}}, "size.height=-8"),
         ("preprocessor_config.json", None, "must be a regular file; it is a pipe"),
         ("config.json", {"quantization_config": []}, "quantization_config=[] must be an object with a 'quant_method'"),
         ("config.json", {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' must be a floating dtype of torch of 16"),
