@@ -17,8 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_sparseprior.base.json_files import read_json
-
 # No GPU chose the defaults. They follow from the compiler's report for compute capability 9.0 (`python -m
 # tasks.benchmark gpu --count`).
 #
@@ -109,9 +107,9 @@ def tuned(device: str | None) -> dict[str, Sizes]:
     if device is None or not path.is_file():
         return {}
     try:
-        entries = read_json(path).get(device, {})
+        entries = json.loads(path.read_text(encoding="utf-8")).get(device, {})
         return {key: _checked(key, sizes) for key, sizes in entries.items()}
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no table of block sizes ({error}); remove it, or tune again") from None
 
 
@@ -131,7 +129,7 @@ def keep_tuned(device: str, entries: dict[str, Sizes]) -> Path:
     """Add entries of a device to the table, and forget what was read of it. The file is written whole."""
     path = table_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = read_json(path) if path.is_file() else {}
+    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     table[device] = {**table.get(device, {}), **{key: _checked(key, sizes) for key, sizes in entries.items()}}
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
