@@ -21,7 +21,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.base.checks import check_finite, check_integer, check_within
 from hf_sparseprior.base.config_keys import shortened
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.base.limits import check_limit
 

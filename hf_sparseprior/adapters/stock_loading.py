@@ -124,7 +124,7 @@ def from_pretrained(model_class: Any, source: str | os.PathLike, **options: Any)
         ValueError: for a bad field of config.json, and for a `config` that does not mention the prior.
     """
     location = {name: options[name] for name in LOCATION_ARGUMENTS if name in options}
-    if (Path(source) / CONFIG_NAME).is_file() and "config" not in options and not location.get("subfolder"):
+    if os.path.lexists(Path(source) / CONFIG_NAME) and "config" not in options and not location.get("subfolder"):
         check_saved_config(source)
     record, config = _saved_record(source, **location), options.get("config")
     if record is not None and isinstance(config, PreTrainedConfig) and not _mentions_prior(config):

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import functools
 import json
+import os
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach
 from hf_sparseprior.adapters.stock_attention import Applied
 from hf_sparseprior.adapters.stock_encoder import find_encoder
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.resolved import ResolvedDecay, Time
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.patterns.decay import DECAYS, Decay, make_decay, resolve_decay
@@ -104,7 +105,7 @@ class _DecayFields:
         """
         file = Path(pretrained_model_name_or_path, subfolder or "", ADAPTER_CONFIG_NAME)
         try:
-            check_fields(read_json_object(file) if file.is_file() else {"peft_type": cls.adapter_type.value})
+            check_fields(read_json_object(file) if os.path.lexists(file) else {"peft_type": cls.adapter_type.value})
             return super().from_pretrained(pretrained_model_name_or_path, subfolder, **kwargs)  # type: ignore[misc]
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None

@@ -20,6 +20,7 @@ from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.base.checks import check_integer, check_keys
 from hf_sparseprior.base.costs import AttentionCosts
 from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.base.limits import check_sides, check_size
 from hf_sparseprior.base.resolved import Resolved, ResolvedSupport, Time, own_settings
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
@@ -58,8 +59,8 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set {pair!r} must be KEY=VALUE")
         try:
-            settings[key] = json.loads(value)
-        except json.JSONDecodeError:
+            settings[key] = parse_json(value, finite=False)
+        except ValueError:
             settings[key] = value
     return settings
 

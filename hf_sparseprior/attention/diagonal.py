@@ -125,15 +125,14 @@ def _diagonal_head(
     if plan.mask_fill == "zero":
         # The softmax is over T logits, and logits outside the support are 0. A key in the support has exp(s), every key
         # outside has exp(0). So the sum of all v is weighted by the floor, and the support adds the rest.
-        inside = ~torch.isneginf(scores)
-        outside = plan.total - inside.sum(-1, keepdim=True)
+        outside = plan_table(plan, "unseen", scores.device)[head].unsqueeze(-1)  # (N, 1); a logit seen can be -inf
         highest = scores.detach().amax(-1, keepdim=True)
         highest = torch.where(outside > 0, highest.clamp_min(0.0), highest)
         floor = torch.where(outside > 0, torch.exp(-highest), 0.0)
         probs = torch.exp(scores - highest)
         total = probs.sum(-1, keepdim=True) + outside * floor
         floor = floor / total
-        probs = probs / total - floor * inside
+        probs = probs / total - floor  # also where a row has no key in a column, of which nothing is read
         out = floor * (v_prefix.sum(1, keepdim=True) + v.sum(1, keepdim=True))
     else:
         probs = F.dropout(torch.softmax(scores, -1), request.dropout_p)

@@ -21,7 +21,7 @@ from hf_sparseprior.base.registry import registering
 from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSupport
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
-from hf_sparseprior.patterns.masks import Pairs, check_bytes, repeated_lists
+from hf_sparseprior.patterns.masks import Pairs, check_bytes, repeated_lists, self_rows
 from hf_sparseprior.patterns.relative_offsets import relative_table
 from hf_sparseprior.patterns.supports import layer_pattern
 from hf_sparseprior.patterns.token_order import RASTER, order_ranks, with_prefix
@@ -309,6 +309,18 @@ def _tokens_in_order(plan: AttentionPlan) -> np.ndarray:
 def _token_ranks(plan: AttentionPlan) -> np.ndarray:
     """As "ranks", with the prefix tokens in front, int64 (H or 1, T)."""
     return with_prefix(_ranks(plan), plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "unseen")
+def _unseen(plan: AttentionPlan) -> np.ndarray:
+    """How many tokens each patch does not see, int64 (H, N), for a support without pairs off its diagonals."""
+    rows = np.arange(plan.num_tokens)
+    counts = []
+    for offsets, signed in zip(_offsets(plan), _signed(plan), strict=True):
+        seen = sum(((rows + offset >= 0) & (rows + offset < plan.num_tokens) for offset in signed), np.zeros_like(rows))
+        seen[self_rows(offsets, plan.num_tokens, plan.num_prefix_tokens)] += 1
+        counts.append(plan.num_tokens - seen)
+    return np.stack(counts)
 
 
 # The rest is for the compiled kernels along diagonals. A signed offset is o or -o; offset 0 has one sign.

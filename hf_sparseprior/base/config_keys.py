@@ -18,7 +18,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.utils import CONFIG_NAME
 
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.limits import check_size
 
 logger = logging.getLogger("hf_sparseprior.config")
@@ -242,7 +242,7 @@ def check_common_value(key: str, value: Any) -> None:
 
 def _is_dtype(value: Any) -> bool:
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _are_labels(value: Any) -> bool:
@@ -269,7 +269,7 @@ def _is_integer(value: Any) -> bool:
 
 
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-_DTYPE = ("a floating dtype of torch, such as float32 or bfloat16", _is_dtype)
+_DTYPE = ("a floating dtype of torch of 16 bits or more, such as float32 or bfloat16", _is_dtype)
 _BOOLEAN = ("True or False", lambda value: isinstance(value, bool))
 # What is allowed, in words, and a check of it. None is always allowed.
 COMMON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -4,43 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 def file_sha256(path: str | os.PathLike) -> str:
     """SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        OSError: for a file that cannot be read, is no JSON, holds something else, or has a key twice.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
-    except (ValueError, RecursionError) as error:
-        raise OSError(f"{path} is not a JSON object ({error})") from None
-    if not isinstance(content, dict):
-        raise OSError(f"{path} is not a JSON object (it holds {content!r:.40})")
-    return content
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-    return content
 
 
 def write_bytes(path: Path, content: bytes) -> None:

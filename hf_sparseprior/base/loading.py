@@ -77,6 +77,10 @@ def load_pretrained(load: Callable[..., Any], source: Any, *args: Any, **options
         raise OSError(
             f"{_damaged_file(source)}: the safetensors checkpoint cannot be read, it is damaged or cut off ({error})"
         ) from error
+    except TypeError as error:  # of a dtype that torch has no default tensors of
+        if "storage object" not in str(error):
+            raise
+        raise OSError(f"{source} has weights of less than 16 bits, and its {CONFIG_NAME} names no dtype") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from hf_sparseprior.attention.plain_operations import Plain, plain_operations
 from hf_sparseprior.base.families import family_of
-from hf_sparseprior.base.files import check_new, read_json_object, whole_folder, write_text
+from hf_sparseprior.base.files import check_new, whole_folder, write_text
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.cli.export import saved_source
 from hf_sparseprior.cli.labelled_images import accuracies, read_class_folders
 from hf_sparseprior.cli.runtimes import (
@@ -190,7 +191,7 @@ def processor_settings(source: Path, config: Any) -> dict[str, Any]:
         OSError, ValueError: for a file that is bad, and for one that crops to another size.
     """
     new = image_processor_settings(config)
-    if not (source / PROCESSOR).is_file():
+    if not os.path.lexists(source / PROCESSOR):
         return new
     load_image_processor(source)
     saved = read_json_object(source / PROCESSOR)

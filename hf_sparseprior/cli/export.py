@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
-from hf_sparseprior.base.families import FAMILIES, family_of
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json, read_json_object
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
 from hf_sparseprior.saving.card import CARD, model_card
 from hf_sparseprior.saving.processor import PROCESSOR
+from hf_sparseprior.saving.saved_config import check_saved_config
+from hf_sparseprior.saving.saved_processor import load_image_processor
 
 RESULTS = "results.json"
 
@@ -30,10 +30,13 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
 
     Raises:
         OSError: for a source that is not a saved model of ours, or an existing `out`.
+        ValueError: for a bad field of the source's config.json or preprocessor_config.json.
     """
     out = Path(out)
     check_new(out)
     source, model = saved_source(source)
+    if os.path.lexists(source / PROCESSOR):  # refused as it would be by what reads the new folder
+        load_image_processor(source)
     results = _results_of(source)
     with whole_folder(out) as scratch:
         if (source / PROCESSOR).is_file():
@@ -59,9 +62,11 @@ def saved_source(source: str | os.PathLike) -> tuple[Path, Any]:
         source = source / "model"  # of a training run
     if not (source / "config.json").is_file():
         raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
-    config = AutoConfig.from_pretrained(source)
-    names = config.architectures or []
-    family = family_of(config)
+    content = read_json_object(source / "config.json")
+    names, model_type = content.get("architectures") or [], content.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family:
+        check_saved_config(source)
     cls = family.class_named(str(names[0])) if family and names else None
     if cls is None:
         titles = ", ".join(family.title for family in FAMILIES.values())
@@ -76,7 +81,7 @@ def _results_of(source: Path) -> dict[str, Any]:
         if not (folder / RESULTS).is_file() or not weights.is_file():
             continue
         try:
-            results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+            results = read_json(folder / RESULTS, RECORD_BYTES, finite=False)
             same = results["model_sha256"] == file_sha256(weights)
         except (ValueError, KeyError, TypeError):
             continue

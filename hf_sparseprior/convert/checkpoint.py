@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from hf_sparseprior.adapters.stock_attention import RECORD
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import check_new, whole_file, whole_folder
+from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.convert import (
     iformer,
     lvvit,
@@ -115,7 +115,7 @@ def _read_source(source: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except ValueError as error:
         raise OSError(f"{file} cannot be read ({error})") from None
     if not isinstance(content, dict):

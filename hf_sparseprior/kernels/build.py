@@ -3,18 +3,21 @@
 A wheel has a library for each of `VARIANTS`, compiled by setup.py. Without one that fits the processor the kernels are
 compiled. A library of the cache is loaded if it and its folder belong to the user, or to root, and if it has the
 SHA-256 that was written when it was built and had run in a process of its own. Everything else is built again. A build
-that failed is remembered with its reason, until `doctor` tries again.
+that failed is remembered with its reason, until `doctor` tries again; one that a full disk, too little memory or a
+signal ended is tried again by the next process.
 
 setup.py runs this file alone, without torch.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -37,6 +40,15 @@ COMPILERS = ("g++", "clang++", "c++")
 # No fast-math: -inf and the rounding of exp are needed.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 SECONDS = 900  # for all of a build
+# What compilers and linkers print where the machine failed and not the sources.
+PASSING = re.compile(
+    "|".join(
+        [r"\bsignal\b", r"\bkilled\b", "memory exhausted", "out of memory", "bad_alloc", "MemoryError"]
+        + [re.escape(os.strerror(number)) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)]
+        + [re.escape(os.strerror(number)) for number in (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)]
+    ),
+    re.IGNORECASE,
+)
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PREBUILT = FOLDER / "prebuilt"  # in a wheel
 # Of a wheel's libraries, the best first: what /proc/cpuinfo has to name, and the compiler's flags.
@@ -64,6 +76,11 @@ assert all((out - 1).abs().max() < 1e-5 for out in outs)
 assert call.pair_weights(x, index(1), index(1) + 1, index(1).long(), -torch.ones(1, 1), ones, 4).shape == (4,)
 assert call.predicted_keys(x, torch.ones(4, 2), 0, 1, 0.0).shape == (1, 1, 2, 1)
 """
+
+
+class PassingFailure(RuntimeError):
+    """A build that failed for a reason that may be gone at the next one, such as a full disk."""
+
 
 # "reason": why there are no kernels, None once they are loaded; "library": where they were loaded from.
 _state: dict[str, str | None] = {}
@@ -271,8 +288,7 @@ def build(compiler: Sequence[str], library: Path) -> None:
         if reason is None:
             return
         failed = library.with_suffix(".failed")
-        if failed.is_file():
-            said = failed.read_text(encoding="utf-8", errors="replace")
+        if failed.is_file() and (said := failed.read_text(encoding="utf-8", errors="replace").strip()):
             raise RuntimeError(f"{said} (`python -m hf_sparseprior doctor` tries again)")
         for scratch in library.parent.glob(f"{library.stem}.build-*"):  # of builds that were killed
             shutil.rmtree(scratch, ignore_errors=True)
@@ -280,9 +296,21 @@ def build(compiler: Sequence[str], library: Path) -> None:
             logger.warning("%s; it is built again", reason)
         try:
             _build(compiler, library)
-        except RuntimeError as error:
-            failed.write_text(str(error), encoding="utf-8")
+        except PassingFailure:
             raise
+        except RuntimeError as error:
+            _remember(failed, str(error))
+            raise
+
+
+def _remember(failed: Path, said: str) -> None:
+    """Write why a build failed, whole or not at all; if not at all, the next process builds again."""
+    scratch = failed.with_suffix(".partial")
+    try:
+        scratch.write_text(said, encoding="utf-8")
+        os.replace(scratch, failed)
+    except OSError:
+        scratch.unlink(missing_ok=True)
 
 
 def _build(compiler: Sequence[str], library: Path) -> None:
@@ -298,7 +326,10 @@ def _build(compiler: Sequence[str], library: Path) -> None:
                 break
         else:
             said = trial.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
-            raise RuntimeError(f"the kernels that {name} built end with status {trial.returncode}: {said[-1]}")
+            passing = trial.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT) or PASSING.search(said[-1])
+            raise (PassingFailure if passing else RuntimeError)(
+                f"the kernels that {name} built end with status {trial.returncode}: {said[-1]}"
+            )
         output.chmod(0o755)
         checksum = output.with_suffix(".sha256")
         checksum.write_text(_sha256(output), encoding="utf-8")
@@ -351,15 +382,13 @@ def _run(name: str, commands: list[list[str]], start: float) -> None:
             running.append(
                 subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                    start_new_session=True,
+                    start_new_session=True, env={**os.environ, "LC_ALL": "C"},
                 )
             )  # fmt: skip
         for process in running:
             said = process.communicate(timeout=max(0.0, start + SECONDS - time.perf_counter()))[1]
             if process.returncode:
-                lines = said.decode("utf-8", "replace").splitlines()
-                errors = [line for line in lines if "error" in line] or ["unknown error"]
-                raise RuntimeError(f"{name} failed: {errors[0]}")
+                raise _failure(name, process.returncode, said.decode("utf-8", "replace").splitlines())
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{name} took more than {SECONDS} s") from None
     finally:
@@ -367,3 +396,15 @@ def _run(name: str, commands: list[list[str]], start: float) -> None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
+
+
+def _failure(name: str, status: int, lines: list[str]) -> RuntimeError:
+    """The error of a compiler that ended with a status other than 0 and printed these lines."""
+    passing = [line for line in lines if PASSING.search(line)]
+    # Not the line in which a compiler says that its linker, which said why, failed.
+    errors = [line for line in lines if "error" in line and not re.search("ld returned [0-9]+ exit status", line)]
+    said = next(iter([*passing, *errors, *lines]), "no message")
+    if status < 0:
+        return PassingFailure(f"{name} was ended by signal {-status}: {said}")
+    known = errors or any("ld: " in line for line in lines)
+    return (PassingFailure if passing or not known else RuntimeError)(f"{name} failed: {said}")

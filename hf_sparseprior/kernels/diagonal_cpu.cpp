@@ -522,13 +522,13 @@ void forward_piece(const Piece& piece, const Forward& f, const Scratch& own) {
     float* logits = own.rows.data() + p * x.rows;
     vec highest = splat(MINUS_INF), total = vec{};
     for (int64_t j0 = first; j0 < end; j0 += L) highest = maximum(highest, load(logits + j0 - first));
-    const float top = maximum(highest);
+    const float top = maximum(highest), finite = top == MINUS_INF ? 0.0f : top;  // other pieces can have finite logits
     std::fill_n(partial + 2, size, 0.0f);
     for (int64_t j0 = first; j0 < end; j0 += L) {
       const int64_t rows = piece.rows(j0);
       const vec logit = load(logits + j0 - first);
       if (f.rows) store_lanes(f.rows + key + j0, logit, rows);
-      vec e = exp_of(logit - top);
+      vec e = exp_of(logit - finite);
       total += e;
       if (f.drop) e *= load_lanes(f.drop + x.pairs() + key + j0, 0, rows);
       store(logits + j0 - first, e);

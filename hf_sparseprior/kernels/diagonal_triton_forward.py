@@ -48,9 +48,9 @@ def count_keys(signed_offsets, first, last, rows, patches):
 
 
 @triton.jit
-def _taken_out(outside, logits, finite):
-    """exp(0) of a key inside, as a share of exp(finite), where keys outside count and this one is in the sum too."""
-    return tl.where((outside > 0) & (logits > float("-inf")), tl.exp(-finite), 0.0)
+def _taken_out(outside, finite):
+    """exp(0) of a key as a share of exp(finite), where keys outside count. Without a key there, its v is 0."""
+    return tl.where(outside > 0, tl.exp(-finite), 0.0)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _join(high, total, acc, logits, v_rows, keep, outside):
     total = total * shrink + weight
     gain = weight * keep
     if outside is not None:
-        gain -= _taken_out(outside, logits, finite)
+        gain -= _taken_out(outside, finite)
     acc = acc * shrink[:, None] + gain[:, None] * v_rows
     return higher, total, acc
 
@@ -82,8 +82,8 @@ def _join_two(high, total, acc, logits, v_rows, keep, logits_2, v_rows_2, keep_2
     total = total * shrink + (weight + weight_2)
     gain, gain_2 = weight * keep, weight_2 * keep_2
     if outside is not None:
-        gain -= _taken_out(outside, logits, finite)
-        gain_2 -= _taken_out(outside, logits_2, finite)
+        gain -= _taken_out(outside, finite)
+        gain_2 -= _taken_out(outside, finite)
     acc = acc * shrink[:, None] + (gain[:, None] * v_rows + gain_2[:, None] * v_rows_2)
     return higher, total, acc
 
@@ -107,7 +107,7 @@ def _prefix_parts(
         q_row = load_row(q, q_strides, batch, head, token, WIDTH, COLUMNS)
         logits = tl.where(exists, tl.sum(k_rows * q_row[None, :], 1) * scale * factor, float("-inf"))
         high = tl.max(logits, 0)
-        weight = tl.exp(logits - high)
+        weight = tl.exp(logits - tl.where(high == float("-inf"), 0.0, high))
         keep = keep_factor(seed, slot, token, tokens, dropout_p)
         at = (slot * PREFIX + token) * blocks + block
         acc = tl.sum((weight * keep)[:, None] * v_rows, 0)

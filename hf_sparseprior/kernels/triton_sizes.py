@@ -131,7 +131,7 @@ def tuned(device: str | None) -> dict[str, Sizes]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8")).get(device, {})
         return {key: _checked(key, sizes) for key, sizes in entries.items()}
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is no table of block sizes ({error}); remove it, or tune again") from None
 
 

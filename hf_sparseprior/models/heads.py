@@ -30,7 +30,8 @@ from transformers.backbone_utils import BackboneMixin
 from hf_sparseprior.base.checks import check_keys
 from hf_sparseprior.base.config_keys import check_common_value
 from hf_sparseprior.base.families import family_of
-from hf_sparseprior.base.files import read_json_object, write_text
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.limits import check_size
 
 Kind = Literal["maps", "tokens", "patches"]

@@ -20,7 +20,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from hf_sparseprior.base.config_keys import CheckedFields
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, is_backbone_weight
-from hf_sparseprior.base.files import file_sha256, read_json_object
+from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.loading import check_source, check_whole, load_pretrained, newly_initialised
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.saved_config import PRIOR_LOADER, PRIOR_RECORD, check_saved_config

@@ -19,12 +19,12 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hf_sparseprior.base.checks import check_within
 from hf_sparseprior.base.config_keys import PASSED_BY_TRANSFORMERS, check_common_value, shortened
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.base.limits import check_limit, check_size
 
@@ -56,16 +56,29 @@ def check_saved_config(folder: str | os.PathLike, own_class: Any = None) -> dict
         own_class: config class of ours that may not be registered, in the code that a saved model carries.
 
     Raises:
-        OSError: if there is none, or if it is no JSON object.
+        OSError: if there is none, or if it is no JSON object; and for an index of the weights that is none.
         ValueError: for a bad field; the message has the file, the field, its value and what is allowed.
     """
     file = Path(folder) / CONFIG_NAME
     content = read_json_object(file)
+    check_index(folder)
     try:
         check_content(content, own_class)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return content
+
+
+def check_index(folder: str | os.PathLike) -> None:
+    """Raise OSError for an index of a model's weights that transformers could not read."""
+    file = Path(folder) / SAFE_WEIGHTS_INDEX_NAME
+    if not os.path.lexists(file):
+        return
+    files = read_json_object(file, RECORD_BYTES).get("weight_map")
+    names = list(files.values()) if isinstance(files, dict) else [None]
+    # A name with a folder could point out of the model's own.
+    if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+        raise OSError(f"{file}: weight_map={shortened(files)} must be an object of weights and names of their files")
 
 
 def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
@@ -85,6 +98,7 @@ def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
     _check_attention(content, CONFIG_MAPPING[model_type])
     _check_architectures(content, model_type)
     if model_type in FAMILIES:
+        check_loader(content)
         return
     check_stock_fields(content, CONFIG_MAPPING[model_type])
 
@@ -110,6 +124,11 @@ def check_record(content: Mapping[str, Any]) -> None:
         if not isinstance(record["prior"], (str, dict)):
             prior = shortened(record["prior"])
             raise ValueError(f"{PRIOR_RECORD}.prior={prior} must be a name or an object of slots")
+    check_loader(content)
+
+
+def check_loader(content: Mapping[str, Any]) -> None:
+    """Raise ValueError for a quantizer that transformers does not know."""
     if (loader := content.get("quantization_config")) is not None:
         method = loader.get("quant_method") if isinstance(loader, dict) else None
         if not isinstance(method, str):

@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.checks import check_boolean, check_integer, check_within
 from hf_sparseprior.base.config_keys import shortened
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.saving.processor import PROCESSOR
 
@@ -68,7 +68,7 @@ def load_image_processor(folder: str | os.PathLike) -> Any:
 def _num_channels(folder: str | os.PathLike) -> int | None:
     """Channels of the images that the model of a folder takes; None: its config.json does not say it."""
     file = Path(folder) / CONFIG_NAME
-    config = read_json_object(file) if file.is_file() else {}
+    config = read_json_object(file) if os.path.lexists(file) else {}
     channels = config.get("num_channels")
     return channels if isinstance(channels, int) else None
 
@@ -78,7 +78,7 @@ def _check_kind(written: Mapping[str, Any], folder: str | os.PathLike) -> None:
     key = next((key for key in KINDS[:2] if written.get(key) is not None), KINDS[0])
     name = written.get(key)
     file = Path(folder) / CONFIG_NAME
-    if name is None and file.is_file() and read_json_object(file).get("model_type") not in FAMILIES:
+    if name is None and os.path.lexists(file) and read_json_object(file).get("model_type") not in FAMILIES:
         return
     known = isinstance(name, str) and re.fullmatch(r"\w+(ImageProcessor(Fast|Pil)?|FeatureExtractor)", name)
     if not known or not hasattr(transformers, str(name).replace("FeatureExtractor", "ImageProcessor")):

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior.base.files import write_bytes, write_text
+from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.priors.token_pruning import counted_patches, gather_tokens
 
 HEADER = "label_maps.json"
@@ -213,7 +214,7 @@ def read_header(folder: Path) -> MapHeader:
     if not path.is_file():
         raise OSError(f"{folder} is no folder of label maps: it has no {HEADER}")
     try:
-        return MapHeader(**json.loads(path.read_text(encoding="utf-8")))
+        return MapHeader(**read_json(path))
     except (ValueError, TypeError) as error:
         raise OSError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
 

@@ -24,6 +24,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAM
 from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import sync
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.base.loading import check_whole
 from hf_sparseprior.models.base_model import DrawCount
 from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors, trained_up_weights
@@ -455,7 +456,7 @@ class SparsePriorTrainer(Trainer):
                 part.load(checkpoint)
             self.clock.load(checkpoint)
             path = Path(checkpoint) / RUNNING_FILE  # older checkpoints lack it
-            self._resumed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            self._resumed = read_json(path, RECORD_BYTES, finite=False) if path.is_file() else None
         if checkpoint is not None and (average := self._start_average()) is not None:
             average.load(checkpoint)
 
@@ -542,7 +543,7 @@ class TrainingClock:
         """Read what `save` wrote. With an older checkpoint, which lacks it, the clock stays at 0."""
         path = Path(folder) / CLOCK_FILE
         if path.is_file():
-            numbers = json.loads(path.read_text(encoding="utf-8"))
+            numbers = read_json(path, RECORD_BYTES, finite=False)
             self.train_seconds, self.data_seconds = numbers["train_seconds"], numbers["data_seconds"]
 
 

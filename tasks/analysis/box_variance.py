@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import math
 import sys
 from collections import defaultdict
@@ -29,6 +28,7 @@ from hf_sparseprior.analysis.attention_maps import check_pairs
 from hf_sparseprior.analysis.boxes import InsideAttention, inside_attention, patch_coverage
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
+from hf_sparseprior.base.json_files import DATA_BYTES, parse_json, read_limited
 from tasks.analysis import commands
 from tasks.analysis.commands import COLUMNS
 from tasks.analysis.diversity import spread
@@ -106,11 +106,11 @@ def read_boxes(path: Path) -> dict[str, list[list[float]]]:
     Raises:
         ValueError, OSError: the message names the file, and the line or image where it is wrong.
     """
-    text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark in front
+    text = read_limited(path, DATA_BYTES).decode("utf-8-sig")  # spreadsheets put a mark in front
     found: dict[str, list[list[float]]] = defaultdict(list)
     if path.suffix == ".json":
         try:
-            content = json.loads(text)
+            content = parse_json(text, strict=False)
             rows = [(f"{path}, {name!r}", name, box) for name, boxes in content.items() for box in boxes]
         except (ValueError, AttributeError, TypeError):
             raise ValueError(f"{path} must be JSON like {{NAME: [[left, top, width, height], ...]}}") from None

@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR
 from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
 from hf_sparseprior.saving.processor import takes_clips
 from hf_sparseprior.saving.saved_config import check_saved_config

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.cli.deployment import DEPLOYMENT, deploy
 from hf_sparseprior.cli.export import saved_source
 from hf_sparseprior.cli.runtimes import FORMATS, WEIGHTS
@@ -84,7 +84,7 @@ def measured_file(model: Path, format_name: str, weights: str | None, images: Pa
             deploy(model, out, format_name, weights=weights, labelled=images)
         except ValueError as error:  # of a model that a program cannot run
             return {"failed": str(error)}
-        about = json.loads((out / DEPLOYMENT).read_text(encoding="utf-8"))
+        about = read_json(out / DEPLOYMENT, RECORD_BYTES)
         size = sum(path.stat().st_size for path in out.iterdir() if path.suffix != ".json")
     return {"bytes": size, **{key: about[key] for key in KEPT}}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.training import StopRequest
 from tasks.benchmark import report, revision
 from tasks.benchmark.entry import Benchmark, Case, Session, WrongOutput
@@ -146,7 +146,7 @@ def read_content(benchmark: Benchmark, out: Path) -> dict[str, Any]:
     path = out / RECORDS
     if not path.exists():
         return {}
-    content = benchmark.convert(read_json_object(path))
+    content = benchmark.convert(read_json_object(path, RECORD_BYTES, finite=False))
     if not isinstance(content.get("settings"), dict) or not isinstance(content.get("measured"), list):
         raise ValueError(f"{path} is damaged; remove it or choose another --out")
     if content.get("benchmark", benchmark.name) != benchmark.name:

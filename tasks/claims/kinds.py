@@ -5,7 +5,6 @@ A difference is significant by `tasks.common.paired.RULE`. Words of a verdict ar
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -18,6 +17,7 @@ import numpy as np
 from scipy.special import stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from tasks.common.metrics import unpack_correct
 from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, detectable, differences, image_scores
 from tasks.common.records import RECORDS, read_records
@@ -476,7 +476,7 @@ def number_in(root: Path, record: str, key: str) -> float | None:
         if content is None:
             return None
     else:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, RECORD_BYTES, finite=False)
     value = _under(content, key, f"{record} has no {key!r}", f"{record}, {key}")
     _number(value, f"{record}, {key}")
     return float(value)

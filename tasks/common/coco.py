@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.json_files import DATA_BYTES, read_json
 from tasks.common.command import short, shown
 
 
@@ -60,7 +60,7 @@ def read_coco(path: Path, with_mask: bool = True) -> CocoFile:
             exist, or whose box or mask does not fit its image.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, DATA_BYTES, strict=False)
     except FileNotFoundError:
         raise OSError(f"{path} is missing") from None
     except ValueError as error:

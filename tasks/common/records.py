@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, parse_json, read_json, read_limited
 from tasks.common import commands
 from tasks.common.command import run_command
 from tasks.common.locks import turn
@@ -61,9 +62,9 @@ def read_records(folder: Path) -> ByRow:
 def _parsed(file: Path) -> ByRow:
     found: ByRow = {}
     shared: Mapping[str, Any] = {}
-    for number, text in enumerate(file.read_bytes().splitlines(), start=1):
+    for number, text in enumerate(read_limited(file, RECORD_BYTES).splitlines(), start=1):
         try:
-            line = json.loads(text)
+            line = parse_json(text, finite=False)
             if number == 1:
                 shared = dict(line[SHARED])
                 continue
@@ -199,7 +200,7 @@ def convert(folder: Path) -> int:
     if wrong := [file for file, (_, record) in zip(files, new, strict=True) if file.stem != f"seed{record.get(SEED)}"]:
         raise ValueError(f"{wrong[0]} is no record of its seed")
     summary = folder / "summary.json"
-    add_records(folder, new, list(json.loads(summary.read_text(encoding="utf-8"))) if summary.is_file() else ())
+    add_records(folder, new, list(read_json(summary, RECORD_BYTES, finite=False)) if summary.is_file() else ())
     for file in (*files, *(path for path in folder.glob("*.json") if OLD_TABLES.fullmatch(path.name) and new)):
         file.unlink()
     for row in {file.parent for file in files}:

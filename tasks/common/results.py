@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from tasks.common.environment import command_line, environment
 
 RESULTS_VERSION = 2  # 1 was of before the first release, and is read no more
@@ -99,11 +100,10 @@ def read_results(path: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ValueError: for a file that is cut off or holds something else.
     """
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}); remove it") from None
+    try:
+        content = read_json(path, RECORD_BYTES, finite=False)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged (it holds {content!r:.40}); remove it")
     return content

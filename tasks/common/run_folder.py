@@ -15,13 +15,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import distributed
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.cli.command import USER_ERRORS
 from hf_sparseprior.training.trainer import PROCESSES_FILE
-from tasks.common.command import first_line
 from tasks.common.config import config_name, nested_names
 from tasks.common.locks import NoLocks, holder, locked
 from tasks.common.processes import check_joined
@@ -156,7 +157,7 @@ def throw_away(out: Path, keep: Sequence[str] = (LOCK,)) -> None:
 def folder_differences(out: Path, config: dict[str, Any]) -> list[str]:
     """Keys in which the run that owns the folder, or the one that wrote its results, differs from this one."""
     try:
-        stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
+        stored = read_json(out / RUN_CONFIG, finite=False)
         differences = config_differences(stored, config)
     except (ValueError, AttributeError, TypeError):
         return [f"{RUN_CONFIG} is damaged"]
@@ -313,23 +314,58 @@ def _remove_empty(out: Path) -> None:
         out.rmdir()
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextmanager
 def full_disk_in_one_line(out: Path) -> Iterator[None]:
-    """Name the folder where libraries raise an error of their own, or one without a name, because nothing more can be
-    written.
-    """
+    """Name the folder where nothing more can be written, whichever library found out and whatever its error says."""
     try:
-        yield
+        with _saving_by_python():
+            yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        writing = isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not (full or (writing and "deserializ" not in str(error))):
+        if (number := full_disk(error)) is None:
             raise
-        said = error.strerror if isinstance(error, OSError) else first_line(error)
         free = shutil.disk_usage(out).free >> 20
         raise OSError(
-            f"{out} cannot be written ({said}; {free} MiB are free there); make room and give the same command again"
+            f"{out} cannot be written ({os.strerror(number)}; {free} MiB are free there); "
+            "make room and give the same command again"
         ) from error
+
+
+def full_disk(error: BaseException) -> int | None:
+    """Which of the numbers `FULL` an error has, or one that it was raised after; None: it has another reason."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        number = getattr(error, "errno", None)
+        if isinstance(error, SafetensorError) and (said := re.search(r"\(os error (\d+)\)", str(error))):
+            number = int(said[1])
+        if number in FULL:
+            return number
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return None
+
+
+@contextmanager
+def _saving_by_python() -> Iterator[None]:
+    """torch.save, which checkpoints of all libraries are written by, writes a path as a file of Python's.
+
+    Its own writer has no error numbers, and at some sizes says of a full disk only that a position is unexpected.
+    """
+    save = torch.save
+
+    def save_by_python(content: Any, place: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(place, (str, os.PathLike)):
+            return save(content, place, *args, **options)
+        with open(place, "wb") as file:
+            save(content, file, *args, **options)
+
+    torch.save = save_by_python
+    try:
+        yield
+    finally:
+        torch.save = save
 
 
 @contextmanager
@@ -362,7 +398,7 @@ def _is_cut(path: Path) -> bool:
     """Whether a file of a Trainer's checkpoint is empty, cut off or not what its name says."""
     try:
         if path.suffix == ".json":
-            return not isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+            return not isinstance(read_json(path, RECORD_BYTES, finite=False), dict)
         if path.name == PROCESSES_FILE:
             return int(path.read_text(encoding="utf-8")) < 1
         if path.suffix == ".safetensors":
@@ -384,7 +420,7 @@ def stored_config(model_folder: Path) -> dict[str, Any]:
     if not stored.exists():
         raise OSError(f"{stored} is missing, so the data is not known; give --config")
     try:
-        config = json.loads(stored.read_text(encoding="utf-8"))
+        config = read_json(stored, finite=False)
         return {**config}
     except (ValueError, AttributeError, TypeError):
         raise OSError(f"{stored} is damaged, so the data is not known; give --config") from None

@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from tasks.common.command import short
 
 NAMES_SHOWN = 3
@@ -150,7 +151,7 @@ def remembered(key: str, scan: Callable[[], dict[int, str]]) -> dict[int, str]:
 
 def _read(memory: Path) -> dict[int, str] | None:
     try:
-        return {int(index): problem for index, problem in json.loads(memory.read_text(encoding="utf-8")).items()}
+        return {int(index): problem for index, problem in read_json(memory, RECORD_BYTES).items()}
     except (OSError, ValueError, AttributeError):
         return None  # no earlier scan, or an unreadable one, which is done again
 

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.cli.command import USER_ERRORS, one_line
 from tasks.common.command import run_command
 from tasks.common.config import check_known
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             counts = parameter_counts(list(runs.values()))
             write_text(FILE, json.dumps(counts, indent=0) + "\n")
         if arguments.list or arguments.count:
-            known = json.loads(FILE.read_text(encoding="utf-8"))
+            known = read_json(FILE)
             if missing := runs.keys() - known.keys():
                 raise ValueError(f"{FILE} lacks {min(missing)}; --count writes it anew")
             print(

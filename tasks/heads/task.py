@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.models import heads
 from hf_sparseprior.models.pretrained import weights_sha256
 from hf_sparseprior.saving.card import model_index

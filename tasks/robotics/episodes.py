@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from hf_sparseprior.base.files import replace_durably, write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.cli.command import USER_ERRORS
 from tasks.common.locks import NoLocks, locked
 from tasks.common.processes import variables_set, visible_gpus
@@ -77,7 +78,7 @@ class EpisodeStore:
         path = self._path(wanted.seed)
         frames = self._frames(wanted)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path, RECORD_BYTES, finite=False)
             if {key: isinstance(content[key], kind) for key, kind in KEPT.items()} != dict.fromkeys(KEPT, True):
                 raise ValueError("a value is missing or of another kind")
             episode = Episode(**{key: content[key] for key in KEPT})

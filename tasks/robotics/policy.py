@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.files import file_sha256, whole_folder, write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
 from tasks.robotics.diffusion import Generators, denoise, first_noise, noise_scheduler, sampler
@@ -401,7 +402,7 @@ def read_policy_file(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise OSError(f"{folder} is not a folder of a saved policy: {POLICY_FILE} is missing{hub_hint(folder)}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, RECORD_BYTES, finite=False)
         if content["format"] != FORMAT:
             raise OSError(f"{path} has format {content['format']!r}; this version reads {FORMAT}")
         known = {item.name for item in fields(PolicyConfig)}

@@ -5,7 +5,6 @@ A run that was interrupted goes on from its last checkpoint; a finished run is n
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.training.allocator import keep_freed_memory
 from hf_sparseprior.training.trainer import has_unlearned_predictor
@@ -238,7 +238,7 @@ def run_identity(config: dict[str, dict[str, Any]], out: Path, overwrite: bool) 
     """
     path, known = Path(config["data"]["path"]), None
     if (out / RUN_CONFIG).exists() and not folder_differences(out, config):
-        stored = json.loads((out / RUN_CONFIG).read_text(encoding="utf-8"))
+        stored = read_json(out / RUN_CONFIG, finite=False)
         known = stored[DEMONSTRATIONS]["sha256"] if DEMONSTRATIONS in stored else None
         if known is None or not path.exists():
             return config

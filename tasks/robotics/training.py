@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, get_cosi
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.base.files import sync, whole_folder, write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.learning import LearningWatch
@@ -322,7 +323,7 @@ class Training:
         self.schedule.load_state_dict(stored["schedule"])
         if self.accelerator.scaler is not None and stored["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
-        known = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        known = read_json(folder / TRAINER_STATE_NAME, RECORD_BYTES, finite=False)
         self.step, self.history, self.best = known["global_step"], known["history"], known["best"]
         self.seconds, self.step_seconds, self.running = known["seconds"], known["step_seconds"], known["running"]
 

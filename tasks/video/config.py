@@ -39,10 +39,10 @@ CROPS = (1, 3)
 class DataConfig:
     """Where clips come from.
 
-    source: "folder" or "imagefolder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation and test by usual names of
-        them. "csv": lists/SPLIT.csv with the columns path, relative to `path`, and label, a class. "motion": a
-        folder that is cut from real or drawn videos if it is missing (tasks/video/motion.py). "smarthome", "nucla",
-        "ntu60", "kinetics", "something_something_v2": as they are published (tasks/video/sources.py).
+    source: "folder" or "imagefolder": path/SPLIT/CLASS/*.mp4 (Kinetics' layout), splits train, validation and test by
+        usual names of them. "csv": lists/SPLIT.csv with the columns path, relative to `path`, and label, a class.
+        "motion": a folder that is cut from real or drawn videos if it is missing (tasks/video/motion.py). "smarthome",
+        "nucla", "ntu60", "kinetics", "something_something_v2": as they are published (tasks/video/sources.py).
     path: folder of the videos.
     lists: folder of the lists, for csv, kinetics and something_something_v2.
     protocol: how smarthome, nucla and ntu60 are split: cs, across subjects, or across views, cv1 or cv2 for smarthome

@@ -20,6 +20,7 @@ import numpy as np
 
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.files import whole_folder, write_text
+from hf_sparseprior.base.json_files import read_json
 from tasks.common.command import run_command
 from tasks.common.results import validation_name
 from tasks.video import commands
@@ -196,7 +197,7 @@ def write_clips(out: Path, config: MotionConfig) -> list[str]:
 def check_clips(folder: Path, config: MotionConfig) -> None:
     """Raise ValueError unless the clips of a folder were cut with these settings."""
     try:
-        stored = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        stored = read_json(folder / SETTINGS_FILE)
         settings = {**EARLIER, **{validation_name(key): value for key, value in stored.items()}}
     except (OSError, ValueError, AttributeError):
         raise ValueError(f"{folder} is not a folder of motion clips; choose another data.path") from None

@@ -6,7 +6,6 @@ A reader is a function of the configuration with `@register_reader`. It finds fi
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.json_files import DATA_BYTES, read_json
 from hf_sparseprior.cli.image_files import HIDDEN, PassedOver, as_text, images_below, is_hidden
 from tasks.common.command import shown
 from tasks.common.images.data import stratified_cut
@@ -435,8 +435,8 @@ def _json(folder: Path, part: str, kind: type) -> tuple[Path, Any]:
     names = [folder / f"something-something-v2-{part}.json", folder / f"{part}.json"]
     path = next((name for name in names if name.exists()), names[0])
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = read_json(path, DATA_BYTES, strict=False)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, kind):
         raise ValueError(f"{path} must hold a {'list' if kind is list else 'map'}, not {type(content).__name__}")

@@ -9,7 +9,6 @@ file: resume, load_from, the init_cfg of heads and necks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from pickle import UnpicklingError
@@ -22,6 +21,8 @@ from mmengine.runner import checkpoint as mm_checkpoint
 from numpy._core import multiarray as numpy_arrays
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+
+from hf_sparseprior.base.json_files import parse_json
 
 DATASET_META = "dataset_meta"  # mmengine's name for what is known of a checkpoint's classes
 
@@ -91,7 +92,7 @@ def read_safetensors(file: str | os.PathLike, map_location: Any = None) -> dict[
     device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
     try:
         with safe_open(file, "pt") as stored:
-            given = json.loads((stored.metadata() or {}).get(DATASET_META, "{}"))
+            given = parse_json((stored.metadata() or {}).get(DATASET_META, "{}"), finite=False)
         weights = load_file(file, device=str(device))
     except (SafetensorError, ValueError) as error:
         raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or cut off ({error})") from None

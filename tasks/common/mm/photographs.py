@@ -40,6 +40,7 @@ import numpy as np
 
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.base.files import whole_folder, write_text
+from hf_sparseprior.base.json_files import read_json
 from tasks.common.command import run_command
 from tasks.common.locks import make_once
 from tasks.common.mm import commands
@@ -283,7 +284,7 @@ def _is_complete(out: Path, settings: Settings) -> bool:
     marker = out / "photographs.json"
     if not marker.is_file():
         return False
-    found = json.loads(marker.read_text(encoding="utf-8"))["settings"]
+    found = read_json(marker)["settings"]
     if found != asdict(settings):
         raise ValueError(f"{out} holds photographs of other settings ({found}); choose another folder")
     return True

@@ -37,6 +37,7 @@ import numpy as np
 
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.base.files import whole_folder, write_text
+from hf_sparseprior.base.json_files import read_json
 from tasks.common.command import run_command
 from tasks.common.images.config import DataConfig
 from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
@@ -364,7 +365,7 @@ def _is_complete(out: Path, settings: SceneSettings) -> bool:
     marker = out / "scenes.json"
     if not marker.is_file():
         return False
-    found = json.loads(marker.read_text(encoding="utf-8"))
+    found = read_json(marker)
     if found != asdict(settings):
         raise ValueError(f"{out} holds scenes of other settings ({found}); choose another folder")
     return True

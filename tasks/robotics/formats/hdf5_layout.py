@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.files import whole_file
+from hf_sparseprior.base.json_files import parse_json
 from tasks.common.command import first_line
 from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
 from tasks.robotics.environment import BASE_FRAME, POSE_ACTION
@@ -48,7 +49,7 @@ class HDF5Demonstrations(Demonstrations):
         if not isinstance(data, h5py.Group) or not len(data):
             raise self._fail("has no group data with episodes")
         try:
-            arguments = json.loads(data.attrs["env_args"])
+            arguments = parse_json(data.attrs["env_args"], finite=False)
         except (KeyError, TypeError, ValueError) as error:
             raise self._fail(f"has no env_args in JSON ({first_line(error)})") from error
         arguments = arguments if isinstance(arguments, dict) else {}

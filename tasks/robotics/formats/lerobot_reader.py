@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.cli.image_files import decode_image
 from tasks.common.command import first_line
 from tasks.robotics.formats.demonstrations import (

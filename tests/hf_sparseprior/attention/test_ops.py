@@ -53,6 +53,20 @@ def test_outputs_and_gradients_equal_the_reference(backend, support):
         assert_equals_reference(backend, support, variants[(first + number) % len(variants)], grid, prefix)
 
 
+@pytest.mark.parametrize(("backend", "support"), backend_cases(ZERO_FILLED, (None,), torch.float32, OTHERS))
+def test_a_key_of_the_support_with_a_logit_of_minus_infinity_is_not_one_outside_of_it(backend, support):
+    for prefix in (0, 1):
+        leaves = make_leaves((3, 4), prefix, dtype=torch.float32)
+        with torch.no_grad():  # no number is infinite, their products are
+            leaves["k"][:, :, 2:6, 0], leaves["q"][..., 0], leaves["q"][:, :, 4:9, 0] = 1e30, 0.0, -1e30
+        assert torch.isneginf(leaves["q"] @ leaves["k"].mT).any()
+        out, expected = (call(leaves, support, None, (3, 4), prefix, backend=name) for name in (backend, "reference"))
+        assert expected.isfinite().any()
+        torch.testing.assert_close(out, expected, equal_nan=True)
+        own, exact = ({"v": gradients(each, leaves)["v"]} for each in (out, expected))
+        torch.testing.assert_close(own, exact, equal_nan=True)
+
+
 VALUE_VARIANTS = (None, DECAY_VARIANTS[1])
 
 

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import shutil
 
 import pytest
@@ -9,6 +10,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.models.pretrained import load_whole_model
+from hf_sparseprior.saving.saved_processor import load_image_processor
 
 
 @pytest.fixture
@@ -41,6 +44,34 @@ def test_export_makes_a_whole_folder_with_the_metrics_of_the_run(model, tmp_path
     assert torch.equal(again(pixels).logits, model(pixels).logits)
     assert AutoImageProcessor.from_pretrained(tmp_path / "up").image_mean[0] == 0.3
     assert (tmp_path / "up" / "modeling_sparseprior_vit.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("preprocessor_config.json", {"size": {"height": -8, "width": 8}}, "size.height=-8"),
+        ("preprocessor_config.json", None, "must be a regular file; it is a pipe"),
+        ("config.json", {"quantization_config": []}, "quantization_config=[] must be an object with a 'quant_method'"),
+        ("config.json", {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' must be a floating dtype of torch of 16"),
+        ("model.safetensors.index.json", {"weight_map": [1]}, "weight_map=[1] must be an object of weights and names"),
+    ],
+)
+def test_export_refuses_what_evaluate_refuses(model, tmp_path, capsys, name, change, said):
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.unlink(missing_ok=True)
+    if change is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(json.dumps({**content, **change}))
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "up")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert str(file) in error and said in error and not (tmp_path / "up").exists()
+    with pytest.raises((OSError, ValueError)) as refused:  # as `evaluate` does
+        load_image_processor(tmp_path / "model")
+        load_whole_model(tmp_path / "model")
+    assert str(refused.value) in error
 
 
 def test_export_refuses_what_it_cannot_do_and_leaves_nothing(model, tmp_path, capsys):

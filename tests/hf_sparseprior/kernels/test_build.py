@@ -173,6 +173,41 @@ def test_a_build_that_failed_is_remembered_until_doctor_forgets_it(fake, monkeyp
     assert calls(log) > first
 
 
+PASSING = {
+    "full disk": ("echo 'ld: final link failed: No space left on device' >&2; exit 1", "pass", "No space left"),
+    "no reason": ("echo 'collect2: error: ld returned 1 exit status' >&2; exit 1", "pass", "g.. failed: collect2"),
+    "nothing said": ("exit 1", "pass", "g.. failed: no message"),
+    "killed": ("kill -KILL $$", "pass", f"g.. was ended by signal {signal.SIGKILL:d}"),
+    "driver": ("echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1", "pass", "Killed"),
+    "trial": ("", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"status -{signal.SIGKILL:d}"),
+}
+
+
+@pytest.mark.parametrize(("more", "trial", "said"), PASSING.values(), ids=PASSING)
+def test_a_build_that_the_machine_ended_is_tried_again(fake, more, trial, said):
+    library, log = fake(more, trial)
+    with pytest.raises(RuntimeError, match=said):
+        build.build(build.find_compiler(), library)
+    assert not list(library.parent.glob("*.failed"))
+    log.unlink(missing_ok=True)
+    fake()  # the same compiler by its version
+    build.build(build.find_compiler(), library)
+    assert build.misfit(library) is None
+
+
+def test_a_reason_that_could_not_be_written_is_not_remembered(fake, monkeypatch):
+    library, _ = fake(more='echo "x.cpp:1: error: no" >&2; exit 1')
+    with monkeypatch.context() as full:
+        full.setattr(build.os, "replace", lambda *paths: os.open("/nowhere/full", os.O_RDONLY))
+        with pytest.raises(RuntimeError, match=r"x\.cpp:1: error: no$"):
+            build.build(build.find_compiler(), library)
+    assert [path.suffix for path in library.parent.iterdir()] == [".lock"]
+    library.with_suffix(".failed").touch()  # as earlier versions left it on a full disk
+    fake()
+    build.build(build.find_compiler(), library)
+    assert build.misfit(library) is None
+
+
 def test_a_compiler_that_takes_too_long_is_ended_with_all_its_processes(fake, monkeypatch, tmp_path):
     pids = tmp_path / "pids"
     pids.touch()

@@ -81,3 +81,28 @@ def test_triton_where_logits_are_equal(kernels, support, decay):
 def test_triton_where_one_key_has_all_the_weight(kernels, support, decay):
     for source in ("q", "alpha")[: 1 if decay is None else 2]:
         check_decided(kernels, support, decay, source)
+
+
+def check_overflow(kernels, side, keys):
+    """Finite numbers whose products with the first `keys` patches are -inf, for the prefix token and two patches.
+
+    A prefix row sees only such keys in its first piece, and finite logits in the next.
+    """
+    for mask_fill in ("neg_inf", "zero"):
+        leaves = kernels.make((side, side), 1, width=16)
+        leaves["q"][..., 0], leaves["q"][:, :, [0, 5, 6], 0], leaves["k"][:, :, 1 : 1 + keys, 0] = 0.0, -1e30, 1e30
+        support = {"name": "fibottention", "mask_fill": mask_fill}
+        own, expected = (
+            kernels.run(leaves, support, None, (side, side), 1, backend=backend)
+            for backend in (kernels.backend, "reference")
+        )
+        assert expected["out"].isfinite().all()
+        assert_close(own, {name: expected[name].double() for name in ("out", "v")}, mask_fill)
+
+
+def test_cpp_where_products_overflow(cpp):
+    check_overflow(cpp, 17, 256)
+
+
+def test_triton_where_products_overflow(kernels):
+    check_overflow(kernels, 6, 20)

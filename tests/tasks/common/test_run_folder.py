@@ -1,12 +1,16 @@
 import json
 import os
 import re
+import resource
 import signal
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from tasks.common import locks, run_folder
 from tasks.common.run_folder import (
@@ -17,6 +21,7 @@ from tasks.common.run_folder import (
     default_output_dir,
     evaluation_folder,
     finished_results,
+    full_disk_in_one_line,
     newest_whole,
     owned,
     stored_config,
@@ -265,3 +270,46 @@ def test_where_nothing_can_be_locked_a_run_says_so_and_goes_on(tmp_path, monkeyp
     with locks.turn(tmp_path / "a.lock"):
         pass
     assert "run.lock cannot be locked (Function not implemented)" in capsys.readouterr().err
+
+
+CONTENT = {f"w{number}": torch.zeros(1000) for number in range(20)}
+WRITERS = {
+    "torch": lambda folder: torch.save(CONTENT, folder / "a.pt"),
+    "torch and a file": lambda folder: torch.save(CONTENT, (folder / "a.pt").open("wb", buffering=0)),
+    "safetensors": lambda folder: save_file(CONTENT, folder / "a.safetensors"),
+    "text": lambda folder: (folder / "a.txt").write_text("x" * 80_000),
+}
+
+
+@pytest.mark.parametrize("room", [0, 1, 4 << 10, 30_001, 64 << 10, 79_999])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_whatever_finds_a_full_disk_it_is_one_line_with_the_folder(tmp_path, write, room):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError) as error, full_disk_in_one_line(tmp_path):
+            write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(error.value).startswith(f"{tmp_path} cannot be written (File too large; ")
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_full_disk_is_left_alone(tmp_path):
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and no more"), (tmp_path / "cut.safetensors").touch()
+    save = torch.save
+    for read in (
+        lambda: torch.load(tmp_path / "cut.pt"),
+        lambda: load_file(tmp_path / "cut.safetensors"),
+        lambda: 1 / 0,
+    ):
+        with (
+            pytest.raises((RuntimeError, SafetensorError, ZeroDivisionError)) as error,
+            full_disk_in_one_line(tmp_path),
+        ):
+            read()
+        assert "make room" not in str(error.value)
+    with full_disk_in_one_line(tmp_path):
+        torch.save(CONTENT, tmp_path / "whole.pt")
+        torch.save(CONTENT, str(tmp_path / "whole.pt"))
+    assert torch.save is save and torch.load(tmp_path / "whole.pt").keys() == CONTENT.keys()
