@@ -350,8 +350,8 @@ class _Decayed(torch.autograd.Function):
     """The operator without its dispatcher, which takes longer than the kernels of a small call; it keeps tables."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *inputs, tables = inputs
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        inputs, tables = given[:-1], given[-1]
         q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, prefix, scale, dropout_p = inputs
         if not q.numel():
             out, stats = outputs(q)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.families import FAMILIES, family_of
-from hf_sparseprior.base.files import read_json_object
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.convert import mm_vit, own_models, read_checkpoint, timm_vit
 from hf_sparseprior.convert.checkpoint import FORMATS, as_ours, unpacked
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
