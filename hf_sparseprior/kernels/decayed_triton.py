@@ -27,10 +27,10 @@ import triton
 from torch import Tensor
 
 from hf_sparseprior.kernels import decayed_triton_kernels as compiled
+from hf_sparseprior.kernels.decay_memory import decay_memory
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.second_derivatives import decayed, gradients
 from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
-from hf_sparseprior.kernels.triton_device import decay_memory
 from hf_sparseprior.kernels.triton_sizes import LARGEST_BLOCK, block_sizes
 
 # Programs of the backward pass, if there are not more blocks of work: two for each multiprocessor of an H100 or H200.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 MAX_WIDTH = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_decay_memory = 1 << 29
 MIN_CAPABILITY = (8, 0)  # below it there is no bfloat16, and too little shared memory for wide heads
 
 
@@ -52,24 +51,3 @@ def kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     from hf_sparseprior.kernels import decayed_triton, diagonal_triton
 
     return diagonal_triton.diagonal_attention, decayed_triton.decayed_attention
-
-
-def decay_memory() -> int:
-    """Bytes that tables of decays take at most on a device, in all layers together."""
-    return _decay_memory
-
-
-def set_decay_memory(size: int) -> None:
-    """Set `decay_memory`, 512 MB unless set.
-
-    Args:
-        size: bytes, 0 or more. Tables that are there stay. With less, M is made anew more often, and for fewer heads
-            or rows at a time (at least 128 rows of one head).
-
-    Raises:
-        ValueError: if it is negative.
-    """
-    global _decay_memory
-    if size < 0:
-        raise ValueError(f"decay memory of {size} bytes must be 0 or more")
-    _decay_memory = size

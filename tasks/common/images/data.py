@@ -36,7 +36,7 @@ def load_data(config: DataConfig, whole: str | None = None) -> ImageData:
     if PartialState().is_main_process:
         tell_passed_over(data.passed_over)
     if whole is not None and list(data.splits) == ["train"]:
-        data.splits = {whole: data.splits["train"]}
+        data.splits, data.origins = {whole: data.splits["train"]}, {whole: data.origins.get("train", "train")}
     else:
         _cut_splits(data, config)
     for split in (name for name in SPLITS if name in data.splits):

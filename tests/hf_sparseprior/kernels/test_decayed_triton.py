@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_sparseprior.attention.functional import attention, run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
-from hf_sparseprior.kernels import triton_device
+from hf_sparseprior.kernels import decay_memory
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import LayerKey, resolve_support
@@ -91,10 +91,10 @@ def test_memory_of_tables_has_a_limit(kernels, small_blocks, monkeypatch):
     assert decayed_triton._in_use[device] - used == 2 * 32 * 32 * 4
     plan.decay_tables.clear()
     assert decayed_triton._in_use[device] == used
-    monkeypatch.setattr(triton_device, "_decay_memory", used + 2 * 32 * 32 * 4 - 1)
+    monkeypatch.setattr(decay_memory, "_decay_memory", used + 2 * 32 * 32 * 4 - 1)
     assert all(map(torch.equal, run(), whole)) and not plan.decay_tables
     with pytest.raises(ValueError, match="decay memory of -1 bytes must be 0 or more"):
-        triton_device.set_decay_memory(-1)
+        decay_memory.set_decay_memory(-1)
 
 
 @pytest.mark.parametrize("size", [32 * 64 * 4, 64 * 64 * 4, 2 * 64 * 64 * 4])
@@ -106,7 +106,7 @@ def test_parts_of_a_table_give_what_the_whole_gives(kernels, small_blocks, monke
     monkeypatch.setattr(
         "hf_sparseprior.kernels.decayed_triton._Part", lambda *part: tables.append(part[0].nbytes) or parts(*part)
     )
-    monkeypatch.setattr(triton_device, "_decay_memory", size)
+    monkeypatch.setattr(decay_memory, "_decay_memory", size)
     found = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
     assert max(tables) == size and len(tables) == 2 * -(-3 * 64 * 64 * 4 // size)
     for name, value in whole.items():  # sums of dq are taken in another order
