@@ -361,7 +361,7 @@ def _saving_by_python() -> Iterator[None]:
         with open(place, "wb") as file:
             save(content, file, *args, **options)
 
-    torch.save = save_by_python
+    torch.save = save_by_python  # type: ignore[assignment]
     try:
         yield
     finally:
