@@ -125,7 +125,7 @@ def _diagonal_head(
     if plan.mask_fill == "zero":
         # The softmax is over T logits, and logits outside the support are 0. A key in the support has exp(s), every key
         # outside has exp(0). So the sum of all v is weighted by the floor, and the support adds the rest.
-        inside = ~torch.isneginf(scores)
+        inside = scores != -math.inf
         outside = plan.total - inside.sum(-1, keepdim=True)
         highest = scores.detach().amax(-1, keepdim=True)
         highest = torch.where(outside > 0, highest.clamp_min(0.0), highest)
