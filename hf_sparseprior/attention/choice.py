@@ -143,7 +143,8 @@ def _known(condition: bool) -> bool:
 def forced_backend(backend: str) -> tuple[str, str]:
     """What forces a backend, and its name ("auto" if nothing does). An unknown name is a ValueError."""
     source = "backend"
-    if backend == "auto" and plain() is None and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
+    heeds_environment = (block := plain()) is None or block.noticed
+    if backend == "auto" and heeds_environment and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
         source, backend = "SPARSEPRIOR_BACKEND", forced
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
@@ -165,9 +166,10 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> str:
     is taken, or within `plain_operations` the first of its backends that can. A forced backend that cannot run is an
     error; it is never replaced by another.
     """
+    source, backend = forced_backend(backend)
     if backend == "auto" and plain() is not None:
         return _first_plain(request)
-    return _chosen(request, *forced_backend(backend)).name
+    return _chosen(request, source, backend).name
 
 
 def _chosen(request: AttentionRequest, source: str, backend: str) -> Choice:
@@ -204,7 +206,7 @@ def bound_backend(request: AttentionRequest, backend: str = "auto") -> Backend:
     Raises:
         ValueError: for tokens that do not fit the plan, or a forced backend that cannot run.
     """
-    if torch.compiler.is_compiling() or (backend == "auto" and plain() is not None):
+    if torch.compiler.is_compiling() or plain() is not None:  # what is traced now is nobody's to keep
         check_request(request)
         return BACKENDS[choose_backend(request, backend)]
     forced = forced_backend(backend)

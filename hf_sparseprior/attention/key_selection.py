@@ -14,7 +14,18 @@ from hf_sparseprior.attention.plain_operations import plain
 def largest(values: Tensor, count: int) -> Tensor:
     """Mask of the `count` largest values of the last dimension; the first of equal values."""
     chosen = largest_indices(values.detach(), count, in_order=False)
-    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
+    # Not True, which a graph of `torch.jit.trace` cannot have here.
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, 1)
+
+
+def descending_places(values: Tensor) -> Tensor:
+    """Indices of the values of the last dimension, the largest first, and the first of equal values before the others.
+
+    In ONNX every sort does so, and its exporters refuse to be asked for it.
+    """
+    if torch.onnx.is_in_onnx_export():
+        return torch.sort(values, dim=-1, descending=True).indices
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices
 
 
 def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor:
@@ -23,7 +34,7 @@ def largest_indices(values: Tensor, count: int, in_order: bool = True) -> Tensor
     `in_order`: sorted, with the largest first. Otherwise they are in any order, which takes two thirds of the time.
     """
     if values.dtype == torch.float64 or plain() is not None:  # other programs have no bits of floats
-        return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
+        return descending_places(values)[..., :count]
     # topk is faster than a stable sort, but takes any of equal values. So the values become integers in the order of
     # the floats, followed by the place, which are never equal. Adding 0 makes -0 equal to 0.
     bits = (values.float() + 0.0).view(torch.int32)
@@ -71,7 +82,7 @@ def keys_of_scores(scores: Tensor, num_prefix_tokens: int, budget: int) -> Tenso
     places = torch.maximum(above.clamp_max(budget), budget - zero.sum(-1, keepdim=True))
     scores = scores.masked_fill(zero, -math.inf)
     chosen = largest_indices(scores, budget)
-    empty = torch.isneginf(scores.gather(-1, chosen)) | (torch.arange(budget, device=scores.device) >= places)
+    empty = (scores.gather(-1, chosen) == -math.inf) | (torch.arange(budget, device=scores.device) >= places)
     chosen = torch.where(empty, -1, chosen + num_prefix_tokens)
     if not num_prefix_tokens:
         itself = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(-1)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparseprior.attention.plain_operations import outside_trace
 from hf_sparseprior.base.registry import registering
 from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSupport
 from hf_sparseprior.patterns.decay import DECAYS
@@ -185,7 +186,7 @@ def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
     table = None if shared is None else _shared_tables.get(shared)
     if table is None:
         # A table made under inference_mode could not be used in a later training step.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), outside_trace():
             table = torch.tensor(plan.build_table(name)).to(device)
         if type(table) is not Tensor:  # one made while tracing with fake tensors must not outlive the trace
             return table

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from hf_sparseprior.attention.plain_operations import plain
+from hf_sparseprior.attention.plain_operations import plain, whole_number
 from hf_sparseprior.attention.plan import AttentionPlan, decay_positions, plan_table
 from hf_sparseprior.attention.rotary import Rotation
 from hf_sparseprior.base.resolved import DecayTensors
@@ -179,6 +179,8 @@ def is_transformed() -> str | None:
 
 def is_windowed(bias: Tensor, batch: int) -> bool:
     """Whether a bias has an image's windows, n of them, and not the whole batch."""
+    if torch.jit.is_tracing():  # the size is read in the graph, and may be that of a batch
+        return bias.dim() == 4 and whole_number(bias.shape[0]) > 1
     if plain() is not None:  # the batch is any; a single image's windows are windows, too
         return bias.dim() == 4 and isinstance(bias.shape[0], int) and bias.shape[0] > 1
     return bias.dim() == 4 and bias.shape[0] > 1 and (bias.shape[0] < batch or batch == 0)
@@ -208,7 +210,7 @@ def pair_mask(request: AttentionRequest) -> Tensor | None:
 def listed_mask(key_ids: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
     """Mask (B, H, T, T) of the lists of keys (B, H, n, K) that the patches see; prefix tokens see everything."""
     seen = torch.zeros(*key_ids.shape[:-1], total + 1, dtype=torch.bool, device=key_ids.device)
-    seen.scatter_(-1, torch.where(key_ids < 0, total, key_ids).long(), True)  # "no key" is the column after the last
+    seen.scatter_(-1, torch.where(key_ids < 0, total, key_ids).long(), 1)  # "no key" is the column after the last
     return F.pad(seen[..., :total], (0, 0, num_prefix_tokens, 0), value=True)
 
 
@@ -274,7 +276,7 @@ class Reordered(torch.autograd.Function):
 def reorder(plan: AttentionPlan, tokens: Tensor, to: str, back: str) -> Tensor:
     """Tokens (B, H, T, D) in the order of a table of the plan, (1 or H, T); `back` is the table of its inverse."""
     order = plan_table(plan, to, tokens.device)
-    if is_transformed():
+    if is_transformed() or plain() is not None:
         return reordered(tokens, order)
     return Reordered.apply(tokens, order, plan_table(plan, back, tokens.device))
 

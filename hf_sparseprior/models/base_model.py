@@ -229,6 +229,15 @@ def encoder_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keywords.items() if key != "num_items_in_batch"}
 
 
+def refuse_symbols(config: BaseConfig, argument: Any) -> None:
+    """Raise TypeError for an argument of `torch.fx.symbolic_trace`, which gives symbols for all arguments."""
+    if isinstance(argument, torch.fx.Proxy):
+        raise TypeError(
+            f"torch.fx.symbolic_trace cannot trace a model of {config.model_type!r}: it calls without sizes, and the "
+            "grid decides what a support leaves out; torch.export.export makes a graph of torch.fx from example images"
+        )
+
+
 def output_options(
     config: BaseConfig,
     output_attentions: bool | None,
@@ -236,6 +245,7 @@ def output_options(
     return_dict: bool | None,
 ) -> tuple[bool, bool, bool]:
     """Arguments of a call; those that are not given are the config's."""
+    refuse_symbols(config, output_attentions)
     return (
         bool(config.output_attentions if output_attentions is None else output_attentions),
         bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),

@@ -24,7 +24,7 @@ from transformers import initialization as init
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, reorder
 from hf_sparseprior.base.families import VIT_NAMES, Family, ProjectionNames, register_family
-from hf_sparseprior.models.base_model import check_keywords, output_options
+from hf_sparseprior.models.base_model import check_keywords, output_options, refuse_symbols
 from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.models.modeling_sparseprior_vit import (
@@ -436,6 +436,7 @@ class SparsePriorTimesformerForVideoClassification(
         Returns:
             logits (B, num_labels), with the loss if labels are given.
         """
+        refuse_symbols(self.config, pixel_values)
         return super().forward(
             pixel_values,
             labels,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from hf_sparseprior.attention.choice import forced_backend
 from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.packing import Packing, joined
+from hf_sparseprior.attention.plain_operations import whole_number
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import DEFAULT_OPTIONS, AttentionRequest, CallOptions, add_bias
 from hf_sparseprior.attention.rotary import rotate
@@ -144,8 +144,8 @@ class PriorAttention(nn.Module):
         """`plan` for a decay."""
         decay_key = NO_DECAY if decay is None else decay.key
         # A grid decides the tables, so a symbolic size becomes a number here: one compiled graph per grid.
-        sides = tuple(map(operator.index, grid))
-        prefix = operator.index(num_prefix_tokens)
+        sides = tuple(map(whole_number, grid))
+        prefix = whole_number(num_prefix_tokens)
         time = self.active_time()
         return self._constant_plan(self.support_key, decay_key, sides, prefix, dense, layout, time, draw)
 
@@ -214,7 +214,7 @@ class PriorAttention(nn.Module):
         on_values = [position for position in relative if position.uses_weights]
         filled = request._replace(bias=bias, need_weights=request.need_weights or bool(on_values))
         if self.predictor is not None:
-            top_k = self.predictor.top_k(request.q.shape[2])
+            top_k = self.predictor.top_k(whole_number(request.q.shape[2]))
             key_ids = self.predictor(request) if top_k is None else None
             filled = filled._replace(key_ids=key_ids, top_k=top_k, renormalise=self.predictor.renormalise)
         out, weights = run_plan(filled, backend)

@@ -157,7 +157,7 @@ class PublishedSparsifiner(Predictor):
             scores = scores.masked_fill(request.keep_mask[:, None, None, :] == 0, -math.inf)
         budget = min(scores.shape[-1], Sparsifiner.budget_of(self.settings, request.plan.total))
         chosen = largest_indices(scores, budget)
-        return torch.where(torch.isneginf(scores.gather(-1, chosen)), -1, chosen)
+        return torch.where(scores.gather(-1, chosen) == -math.inf, -1, chosen)
 
 
 def reduced_width(settings: Mapping[str, Any], head_dim: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_sparseprior.attention.key_selection import descending_places
 from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, python_value
 from hf_sparseprior.base.extras import Extra, register_extra
 from hf_sparseprior.base.resolved import Settings
@@ -41,7 +42,7 @@ class Tokens(NamedTuple):
 
 def split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Places of the `count` largest of (B, n) scores, and of the others, both ascending; the first of equal scores."""
-    order = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
+    order = descending_places(scores.detach())
     return order[:, :count].sort(-1).values, order[:, count:].sort(-1).values
 
 

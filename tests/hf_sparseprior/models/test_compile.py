@@ -1,5 +1,6 @@
 """torch.compile and torch.export give the eager model's results and leave the eager model alone."""
 
+import io
 import shutil
 
 import pytest
@@ -7,8 +8,14 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from transformers import ViTConfig, ViTForImageClassification
 
+import hf_sparseprior as sp
 from hf_sparseprior import SparsePriorViTBackbone, SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.priors.prior import prior_names
+from tests.each import each
+from tests.hf_sparseprior.small import SMALL, small
 
 pytestmark = pytest.mark.slow
 
@@ -281,6 +288,115 @@ def test_export_with_the_default_backend(prior):
     expected = model(images()).logits
     program = torch.export.export(Logits(model), (images(),))
     torch.testing.assert_close(program.module()(images()), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- tracers of other programs --------------------------------------------------------------------------------------
+
+
+def stock(prior):
+    """transformers' ViT with a prior."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=4, num_labels=3))
+    return sp.apply_prior(model, prior).eval()
+
+
+def shifted_windows(prior):
+    """A Swin whose second layer has shifted windows."""
+    torch.manual_seed(0)
+    return FAMILIES["sparseprior_swin"].classifier(small("sparseprior_swin", prior=prior, depths=[2, 2])).eval()
+
+
+def sides(model):
+    return (model.config.image_size,) * 2
+
+
+def run_jit(model, pixels):
+    traced = torch.jit.trace(Logits(model).eval(), (pixels,))
+    assert "hf_sparseprior::" not in str(traced.inlined_graph)
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def run_onnx(model, pixels, dynamo):
+    onnxruntime, file = pytest.importorskip("onnxruntime"), io.BytesIO()
+    if dynamo:
+        shapes = {"dynamic_shapes": ({0: torch.export.Dim("batch", min=1)},)}
+    else:
+        shapes = {"dynamic_axes": {"pixel_values": {0: "batch"}}}
+    names = {"input_names": ["pixel_values"]}
+    torch.onnx.export(Logits(model).eval(), (pixels,), file, dynamo=dynamo, verbose=False, **names, **shapes)
+    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    return lambda other: torch.from_numpy(session.run(None, {"pixel_values": other.numpy()})[0])
+
+
+def run_openvino(model, pixels):
+    openvino = pytest.importorskip("openvino")
+    from hf_sparseprior.cli.runtimes import openvino_core
+
+    converted = openvino.convert_model(Logits(model).eval(), example_input=pixels)
+    compiled = openvino_core().compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda other: torch.from_numpy(compiled(other.numpy())[0].copy())
+
+
+TRACERS = {
+    "torch.jit.trace": run_jit,
+    "torch.onnx.export": lambda model, pixels: run_onnx(model, pixels, dynamo=True),
+    "torch.onnx.export, dynamo=False": lambda model, pixels: run_onnx(model, pixels, dynamo=False),
+    "openvino.convert_model": run_openvino,
+}
+
+
+def assert_first_call_traces(build, tracer, batch=2):
+    """The first call of a model is traced: the graph is right for more and other images, and the model after it."""
+    model, untraced = build(), build()
+    other = images(sides(model), batch=3).flip(-1)
+    with torch.no_grad():
+        expected = untraced(other).logits
+        found = TRACERS[tracer](model, images(sides(model), batch=batch))(other)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(other).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@each("name", prior_names())
+def test_the_first_call_may_be_traced(name):
+    assert_first_call_traces(lambda: make(name), "torch.jit.trace")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporters about themselves
+@each("tracer", TRACERS)
+def test_every_tracer_records_plain_operations(tracer):
+    assert_first_call_traces(lambda: make("sparsifiner+manhattan"), tracer)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@each("prior", ["fibottention+violin", "sparsifiner"])
+def test_a_stock_model_with_a_prior_may_be_traced_first(prior):
+    assert_first_call_traces(lambda: stock(prior), "torch.jit.trace")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@each("prior", ["fibottention+violin", {"support": {"name": "window", "w": 1, "order": "hilbert"}}])
+def test_windows_of_one_traced_image_fit_several(prior):
+    assert_first_call_traces(lambda: shifted_windows(prior), "torch.jit.trace", batch=1)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_tracer_heeds_the_environment(monkeypatch):
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "gather")
+    assert_first_call_traces(lambda: make("fibottention+violin"), "torch.jit.trace")
+    monkeypatch.setenv("SPARSEPRIOR_BACKEND", "cpp")
+    with pytest.raises(ValueError, match="SPARSEPRIOR_BACKEND='cpp' cannot run this attention: the graph is for"):
+        run_jit(make("fibottention"), images())
+
+
+@each("name", SMALL)
+def test_symbols_of_fx_are_refused(name):
+    with pytest.raises(TypeError, match=r"symbolic_trace cannot trace .*; torch\.export\.export makes a graph"):
+        torch.fx.symbolic_trace(FAMILIES[name].classifier(small(name)))
 
 
 # ---- fake tensors ---------------------------------------------------------------------------------------------------
