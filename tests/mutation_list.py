@@ -59,7 +59,7 @@ ATTENTION = (
     Mutation(
         "diagonal adds the floor instead of taking it away",
         "hf_sparseprior/attention/diagonal.py::_diagonal_head",
-        *("arithmetic", "-", ALL_OPS, "diagonal", 7),
+        *("arithmetic", "-", ALL_OPS, "diagonal", 6),
     ),
     Mutation(
         "diagonal takes the prefix away",
