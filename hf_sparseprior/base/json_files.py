@@ -51,17 +51,19 @@ def parse_json(text: str | bytes, finite: bool = True, strict: bool = True) -> A
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
-    hooks: dict[str, Any] = {"parse_constant": _refuse_constant} if finite else {}
+    hooks: dict[str, Any] = {}
     if strict:
         hooks["object_pairs_hook"] = _each_key_once
-    if strict and finite:
-        hooks["parse_float"] = _finite_float  # 1e999 is infinite
+    elif finite:
+        hooks["parse_constant"] = _refuse_constant
     try:
         content = json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("objects and lists are nested too deep") from None
     if strict and _is_deep(content):
         raise ValueError(f"objects and lists are nested more than {LEVELS} levels deep")
+    if strict and finite and (place := _not_finite(content)) is not None:
+        raise ValueError(f"{place} must be a finite number")
     return content
 
 
@@ -99,11 +101,13 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is larger than a float can be")
-    return value
+def _not_finite(content: Any, name: str = "the number") -> str | None:
+    """Where there is a NaN or an infinite number (1e999 is one), with its value, or None. It is not deep."""
+    if isinstance(content, float):
+        return None if math.isfinite(content) else f"{name}={content}"
+    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    places = (_not_finite(part, f"{key}" if name == "the number" else f"{name}.{key}") for key, part in parts)
+    return next((place for place in places if place is not None), None)
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -164,6 +164,10 @@ class CheckpointedLayer(GradientCheckpointingLayer):
     def _gradient_checkpointing_func(self, checkpoint: Callable) -> None:
         self._checkpoint = checkpoint
 
+    @_gradient_checkpointing_func.deleter
+    def _gradient_checkpointing_func(self) -> None:
+        del self._checkpoint
+
 
 def checkpoint_layer(layer: nn.Module, checkpoint: Callable, run: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run a layer with `checkpoint`, torch's as transformers sets it.

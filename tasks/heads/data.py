@@ -54,6 +54,7 @@ class PixelClasses(Dataset):
     def __init__(self, folder: Path, split: str) -> None:
         self.classes = list(read_classes(folder))
         self.split, self.passed_over = split, PassedOver()
+        self.folder = folder / "annotations" / SPLITS[split]
         found = annotated_images(folder, SPLITS[split], self.passed_over)
         self.files, self.annotations = [Path(file) for file, _ in found], [Path(labels) for _, labels in found]
         check_are_there(self.annotations)
@@ -63,9 +64,9 @@ class PixelClasses(Dataset):
 
     def look(self) -> list[str]:
         """What looks wrong, one line each (`look_at_masks`)."""
-        lines = look_at_masks(self.annotation, len(self), self.classes, str(self.annotations), 1, self.split == "train")
+        lines = look_at_masks(self.annotation, len(self), self.classes, str(self.folder), 1, self.split == "train")
         if twice := [stem for stem, times in Counter(file.stem for file in self.files).items() if times > 1]:
-            lines.append(f"{self.annotations}: {len(twice)} masks are of several images: {short(twice, 3)}")
+            lines.append(f"{self.folder}: {len(twice)} masks are of several images: {short(twice, 3)}")
         return lines
 
     def image(self, index: int) -> np.ndarray:
