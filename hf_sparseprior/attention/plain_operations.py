@@ -30,6 +30,7 @@ class Plain:
 
 
 _plain: ContextVar[Plain | None] = ContextVar("plain_operations", default=None)
+_kept: ContextVar[bool] = ContextVar("operators_in_traces", default=False)
 _open: list[Plain] = []  # the blocks of all threads
 
 
@@ -45,7 +46,19 @@ def writes_foreign_graph() -> bool:
 
     Their graphs run in other programs. Those of `torch.export` and `torch.compile` run here and keep the kernels.
     """
-    return torch.jit.is_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+    if torch.jit.is_tracing():
+        return not _kept.get()
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
+@contextmanager
+def operators_in_traces() -> Iterator[None]:
+    """Within the block `torch.jit.trace` records the compiled operators, for a graph that is only looked at."""
+    before = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(before)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch import Tensor
 from hf_sparseprior.kernels import decayed_triton_kernels as compiled
 from hf_sparseprior.kernels.decay_memory import decay_memory
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
+from hf_sparseprior.kernels.flop_formulas import register_decayed_triton
 from hf_sparseprior.kernels.second_derivatives import decayed, gradients
 from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
 from hf_sparseprior.kernels.triton_sizes import LARGEST_BLOCK, block_sizes
@@ -344,6 +345,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None = None) -> tu
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+register_decayed_triton()
 
 
 class _Decayed(torch.autograd.Function):

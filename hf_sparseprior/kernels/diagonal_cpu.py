@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_sparseprior.kernels import flop_formulas
 from hf_sparseprior.kernels.build import load
 from hf_sparseprior.kernels.calling import call, records
 from hf_sparseprior.kernels.second_derivatives import gradients, offset_pairs, on_diagonals
@@ -103,6 +104,7 @@ def register() -> None:
     torch.library.register_fake("hf_sparseprior::diagonal_output", lambda q, *rest: like_projection(q))
     torch.library.register_fake("hf_sparseprior::diagonal_backward", _fake_backward)
     torch.library.register_autograd("hf_sparseprior::diagonal_forward", _backward, setup_context=_setup_context)
+    flop_formulas.register_cpu()  # of all operators: they are loaded together
 
 
 def like_projection(q: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_sparseprior.kernels.diagonal_triton_backward import _backward_prefix, _backward_rows, _backward_tokens
 from hf_sparseprior.kernels.diagonal_triton_forward import _forward_prefix, _forward_tokens
+from hf_sparseprior.kernels.flop_formulas import register_diagonal_triton
 from hf_sparseprior.kernels.second_derivatives import gradients, on_diagonals
 from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
 from hf_sparseprior.kernels.triton_sizes import block_sizes
@@ -220,3 +221,4 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+register_diagonal_triton()
