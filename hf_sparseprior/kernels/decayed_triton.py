@@ -234,11 +234,32 @@ def _run_backward(
     all_rows = triton.cdiv(tokens, 64)
     row_sizes = {name: keys[name] for name in ("WIDTH", "COLUMNS")} | {"ROWS": 64}
     d_decay, dq_parts, splits, decay_splits = None, None, 1, 1
-    with torch.cuda.device_of(q):
-        compiled._backward_delta[(images * heads * all_rows,)](
-            grad, out, delta, grad.stride(), out.stride(), heads, tokens, **row_sizes
-        )
+    held: list[_Part] = []
+
+    def parts() -> Iterator[_Part]:
+        """The table's parts; one that is the whole is made once."""
+        if held:
+            yield held[0]
+            return
         for part in _parts(decay, q, kept):
+            if (part.heads, part.rows) == (heads, tokens):
+                held.append(part)
+            yield part
+
+    with torch.cuda.device_of(q):
+        if learns_decay:
+            for part in parts():
+                blocks = triton.cdiv(part.rows, of_decay["ROWS"])
+                compiled._backward_mean[(part.heads * blocks * images,)](
+                    grad, q, k, v, stats, delta, part.table, tuple(part.table.shape[1:]), alpha, seed, *inputs, images,
+                    heads, part.first_head, part.first_row, blocks, tokens, scale, dropout_p, PRECISION=_precision(q),
+                    **of_decay,
+                )  # fmt: skip
+        else:
+            compiled._backward_delta[(images * heads * all_rows,)](
+                grad, out, delta, grad.stride(), out.stride(), heads, tokens, **row_sizes
+            )
+        for part in parts():
             shape = tuple(part.table.shape[1:])
             blocks = triton.cdiv(part.rows, keys["KEYS"])
             if dq_parts is None:

@@ -235,6 +235,43 @@ def _backward_delta(
 
 
 @triton.jit
+def _backward_mean(
+    grad, q, k, v, stats, delta, table, shape, alpha, seed, grad_strides, q_strides, k_strides, v_strides, images,
+    heads, first_head, first_row, blocks, tokens, scale, dropout_p, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """delta of a block of rows as the mean gradient of their probabilities, weighted by them.
+
+    The product of output and gradient (`_backward_delta`) is the same number and needs no pass over the keys. But the
+    output was rounded, and so were the weights of its sum, and the gradients of the decay are sums in which these
+    errors stay. Rounding of a share changes all probabilities of a row alike, which does not change the mean.
+    """
+    block, batch, head, own = _place(blocks, images, first_head)
+    slot = batch * heads + head
+    rows = first_row + block * ROWS + tl.arange(0, ROWS)
+    exists = rows < tokens
+    factor = tl.load(alpha + head) * scale * LOG2E
+    q_rows = _block(q, q_strides, batch, head, rows, exists, WIDTH, COLUMNS, False)
+    g_rows = _block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS, False)
+    high, share = load_softmax(stats, slot * tokens + rows, exists)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tokens, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        valid = keys < tokens
+        k_rows = _block(k, k_strides, batch, head, keys, valid, WIDTH, COLUMNS, False)
+        v_rows = _block(v, v_strides, batch, head, keys, valid, WIDTH, COLUMNS, False)
+        decay = factor * _tile(table, shape, own, rows, first_row, keys)
+        logits = _product(q_rows, tl.trans(k_rows), PRECISION) * decay
+        prob = _probability(logits, exists[:, None] & valid[None, :], high[:, None], share[:, None])
+        d_prob = _product(g_rows, tl.trans(v_rows), PRECISION)
+        d_prob *= keep_factor(seed, slot, rows[:, None], keys[None, :], dropout_p)
+        weighted += tl.sum(prob * d_prob, 1)
+        total += tl.sum(prob, 1)
+    tl.store(delta + slot * tokens + rows, weighted / total, mask=exists)
+
+
+@triton.jit
 def _backward_keys(
     grad, q, k, v, stats, delta, dk, dv, dq_parts, table, shape, log_gamma, alpha, prefix_gamma, made_of, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, images, heads, first_head, first_key, blocks, tokens,

@@ -108,7 +108,7 @@ def test_parts_of_a_table_give_what_the_whole_gives(kernels, small_blocks, monke
     )
     monkeypatch.setattr(decay_memory, "_decay_memory", size)
     found = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
-    assert max(tables) == size and len(tables) == 2 * -(-3 * 64 * 64 * 4 // size)
+    assert max(tables) == size and len(tables) == 3 * -(-3 * 64 * 64 * 4 // size)
     for name, value in whole.items():  # sums of dq are taken in another order
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
