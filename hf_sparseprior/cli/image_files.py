@@ -146,7 +146,7 @@ def decode_image(source: bytes | str | Path, name: str, exif: str = "apply", dep
     except (MemoryError, TooDeep):
         raise
     except Exception as error:  # Pillow's decoders raise many kinds for damaged files, struct.error among them
-        raise OSError(f"{name} is not a readable image ({_reason(error)})") from None
+        raise OSError(f"{name} is not a readable image ({why_unreadable(error)})") from None
 
 
 _scaled: set[str] = set()
@@ -159,7 +159,8 @@ def _say_scaled(name: str) -> None:
         print(f"{printable(name)} has 16 bits a channel; such images are divided by 256", file=sys.stderr)
 
 
-def _reason(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
+    """What Pillow says of a file that it cannot read, in one line."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):  # its own text holds a memory address

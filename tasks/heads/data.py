@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from hf_sparseprior.cli.image_files import PassedOver, count_unlisted, decode_image
+from hf_sparseprior.cli.image_files import PassedOver, count_unlisted, decode_image, why_unreadable
 from hf_sparseprior.training.sampling import Draw
 from tasks.common.annotated_folders import annotated_images, check_are_there, look_at_masks, read_classes
 from tasks.common.coco import CocoFile, look_at_objects, read_coco
@@ -217,7 +217,7 @@ def open_labels(path: Path) -> Image.Image:
     except FileNotFoundError:
         raise OSError(f"{path} is missing") from None
     except (OSError, ValueError, SyntaxError) as error:  # Pillow's plugins raise all of them for broken files
-        raise OSError(f"{path} is not a readable image ({str(error).splitlines()[0]})") from None
+        raise OSError(f"{path} is not a readable image ({why_unreadable(error)})") from None
 
 
 def read_rgb(path: Path) -> np.ndarray:

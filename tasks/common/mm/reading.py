@@ -11,7 +11,7 @@ import numpy as np
 from mmcv.transforms import LoadImageFromFile
 from mmengine.registry import TRANSFORMS
 
-from hf_sparseprior.cli.image_files import decode_image
+from hf_sparseprior.cli.image_files import decode_image, why_unreadable
 
 # Steps of mm that read, and the function (step, data set) that makes the step of ours that reads the same and checks
 # it; None: mm's own stays.
@@ -39,7 +39,7 @@ def read_image(path: str, flag: str = "color") -> np.ndarray:
     try:
         return mmcv.imfrombytes(content, flag=flag, backend="pillow")
     except (OSError, ValueError, SyntaxError) as error:  # Pillow's plugins raise all of them for broken files
-        raise OSError(f"{path} is not a readable image ({str(error).splitlines()[0]})") from None
+        raise OSError(f"{path} is not a readable image ({why_unreadable(error)})") from None
 
 
 @TRANSFORMS.register_module()

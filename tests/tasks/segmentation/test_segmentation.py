@@ -407,8 +407,16 @@ def test_a_checkpoint_travels_from_classification_to_segmentation_and_back(data,
     [
         (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png is not a readable image", 0),
         (lambda root: _cut(root / "images/training/3.png"), r"images/training/3\.png is not a readable image", 1),
-        (lambda root: _cut(root / "annotations/training/2.png"), r"annotations/training/2\.png cannot be read", 0),
-        (lambda root: (root / "images/training/1.png").write_text("x"), r"images/training/1\.png cannot be read", 0),
+        (
+            lambda root: _cut(root / "annotations/training/2.png"),
+            r"training/2\.png is not a readable image \(no",
+            0,
+        ),
+        (
+            lambda root: (root / "images/training/1.png").write_text("x"),
+            r"images/training/1\.png is not a readable image",
+            0,
+        ),
         (lambda root: (root / "annotations/training/0.png").unlink(), r"annotations/training/0\.png is missing", 0),
         (lambda root: _paint(root, (32, 32), 4), r"annotations/training/4\.png holds the label 4; .* highest is 3", 0),
         (lambda root: _paint(root, (16, 32), 1), r"training/4\.png of shape \(16, 32\) must be .* \(32, 32\)", 0),
