@@ -22,7 +22,7 @@ from hf_sparseprior.kernels import build
 NAME = "sparseprior-attention"
 VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
 MODULES = (
-    *("build", "calling", "second_derivatives"),
+    *("build", "calling", "flop_formulas", "second_derivatives"),
     *("diagonal_cpu", "decayed_cpu", "listed_cpu", "predicted_cpu", "weights_cpu"),
 )
 OWN = "hf_sparseprior"
