@@ -132,7 +132,7 @@ def _diagonal_head(
         probs = torch.exp(scores - highest)
         total = probs.sum(-1, keepdim=True) + outside * floor
         floor = floor / total
-        probs = probs / total - floor  # also where a row has no key in a column, of which nothing is read
+        probs = probs / total - floor  # wrong where a row has no key in a column; those are not read
         out = floor * (v_prefix.sum(1, keepdim=True) + v.sum(1, keepdim=True))
     else:
         probs = F.dropout(torch.softmax(scores, -1), request.dropout_p)

@@ -139,7 +139,7 @@ def _table_dtype(q: Tensor) -> torch.dtype:
 
 
 def _parts(decay: _Decay, q: Tensor, kept: DecayTable | None) -> Iterator[_Part]:
-    """The table, whole or in parts, each of which is there until the next is asked for."""
+    """The table, whole or in parts. All parts share one buffer, so asking for the next overwrites the last."""
     side, size = decay.side, _table_dtype(q).itemsize
     if kept is not None:
         if kept.made_of is not None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from hf_sparseprior.kernels.triton_blocks import (
     keep_factor,
     load_softmax,
+    place,
     row_mask,
     row_pointers,
     store_block,
@@ -225,12 +226,11 @@ def _backward_delta(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta float32 (B, H, T): the product of output and gradient of a block of rows."""
-    blocks = tl.cdiv(tokens, ROWS)
-    slot = (tl.program_id(0) // blocks).to(tl.int64)
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < tokens
-    g_rows = _block(grad, grad_strides, slot // heads, slot % heads, rows, exists, WIDTH, COLUMNS, False)
-    out_rows = _block(out, out_strides, slot // heads, slot % heads, rows, exists, WIDTH, COLUMNS, False)
+    g_rows = _block(grad, grad_strides, batch, head, rows, exists, WIDTH, COLUMNS, False)
+    out_rows = _block(out, out_strides, batch, head, rows, exists, WIDTH, COLUMNS, False)
     tl.store(delta + slot * tokens + rows, tl.sum(g_rows.to(tl.float32) * out_rows.to(tl.float32), 1), mask=exists)
 
 
@@ -330,16 +330,15 @@ def _backward_queries(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of rows, the parts summed in order."""
-    blocks = tl.cdiv(tokens, ROWS)
-    slot = (tl.program_id(0) // blocks).to(tl.int64)
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    block, slot, batch, head = place(tl.cdiv(tokens, ROWS), heads)
+    rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < tokens
     pointers = dq_parts + (slot * tokens + rows)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(splits):
         total += tl.load(pointers, mask=row_mask(exists, WIDTH, COLUMNS), other=0.0)
         pointers += (slot * 0 + images) * heads * tokens * WIDTH
-    store_block(dq, out_strides, slot // heads, slot % heads, rows, exists, total * LN2, WIDTH, COLUMNS)
+    store_block(dq, out_strides, batch, head, rows, exists, total * LN2, WIDTH, COLUMNS)
 
 
 @triton.jit

@@ -154,7 +154,7 @@ def is_recomputed() -> bool:
 
 
 class CheckpointedLayer(GradientCheckpointingLayer):
-    """A layer that gradient checkpointing may run again, and that learns behind frozen layers too."""
+    """A layer for gradient checkpointing, which gets gradients also when the layers before it are frozen."""
 
     @property
     def _gradient_checkpointing_func(self) -> Callable:  # transformers sets and calls it
@@ -172,7 +172,7 @@ class CheckpointedLayer(GradientCheckpointingLayer):
 def checkpoint_layer(layer: nn.Module, checkpoint: Callable, run: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run a layer with `checkpoint`, torch's as transformers sets it.
 
-    Reentrant checkpoints give no gradient unless an argument needs one. Behind frozen embeddings none does, so a layer
+    Reentrant checkpoints give no gradient unless an argument needs one. With frozen embeddings none does, so a layer
     with something to learn gets its first argument, the hidden states, as one that does.
     """
     if is_reentrant(checkpoint) and torch.is_grad_enabled() and torch.is_tensor(args[0]):

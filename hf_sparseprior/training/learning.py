@@ -190,7 +190,7 @@ def parameter_parts(model: nn.Module) -> dict[str, str]:
 
 
 def has_label(batch: Mapping[str, Any], ignored: Collection[int] = (-100,)) -> Tensor | bool | None:
-    """Whether a batch holds a label that a loss counts, without waiting for its device; None if it cannot be told.
+    """Whether a batch holds a label that a loss counts, without waiting for its device; None if that is unknown.
 
     Args:
         batch: as models of transformers take it: `labels` are class indices of any shape, class probabilities (B,
