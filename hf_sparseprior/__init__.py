@@ -20,6 +20,7 @@ from hf_sparseprior.attention import functional as ops
 from hf_sparseprior.attention.choice import register_backend
 from hf_sparseprior.base.extras import register_extra
 from hf_sparseprior.base.families import Family, register_family
+from hf_sparseprior.base.families import for_every_family as _for_every_family
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
@@ -44,6 +45,7 @@ from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.low_rank import register_mixer
 from hf_sparseprior.priors.predictor import register_predictor
 from hf_sparseprior.priors.prior import resolve_prior
+from hf_sparseprior.saving.saved_processor import register_image_processor as _register_image_processor
 
 # isort: split
 # Families are listed in the order of these imports, the usual one first.
@@ -133,6 +135,7 @@ def __getattr__(name: str) -> _Any:
 
 
 _register_with_peft()
+_for_every_family(_register_image_processor)
 
 if _level := _os.environ.get("SPARSEPRIOR_LOG"):
     # SPARSEPRIOR_LOG=debug says on stderr which attention backend runs and why.

@@ -36,7 +36,6 @@ from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
     IMPLEMENTATION,
-    MARKER,
     PRIOR_MODULE,
     RECORD,
     stock_priors,
@@ -47,6 +46,7 @@ from hf_sparseprior.base.loading import check_layers, load_pretrained
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
 
+PRIOR_WEIGHTS = rf"\.{PRIOR_MODULE}\."  # what a file has of a prior, which the model has only after the load
 LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -94,11 +94,11 @@ class PriorLoader(HfQuantizer):
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> Any:
         self.checkpoint_files = checkpoint_files
-        model._keys_to_ignore_on_load_unexpected.add(MARKER)
+        model._keys_to_ignore_on_load_unexpected.add(PRIOR_WEIGHTS)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        model._keys_to_ignore_on_load_unexpected.discard(MARKER)
+        model._keys_to_ignore_on_load_unexpected.discard(PRIOR_WEIGHTS)
         model.__dict__.pop("is_quantized", None)
         if not self.checkpoint_files:
             raise ValueError(f"{type(model).__name__} has a prior, whose scalars a state_dict does not bring")

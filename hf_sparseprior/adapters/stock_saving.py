@@ -2,8 +2,9 @@
 
 config.json                the stock model's, with the prior (`sparse_prior`), our attention (`attn_implementation`) and
                            the loader that puts the prior back (`quantization_config`, see `stock_loading`)
-model.safetensors          the stock weights, and a marker in each layer that a load without the prior reports
-sparse_prior.safetensors   the prior's learned scalars
+model.safetensors          the stock weights, the prior's scalars under their names in the model, for a Trainer that
+                           goes on from here, and a marker in each layer that a load without the prior reports
+sparse_prior.safetensors   the prior's learned scalars, under names that do not depend on the head; a load reads these
 README.md                  that the folder needs this package
 
 transformers' `save_pretrained` of a model without a prior, over such a folder, leaves the last two files behind. Only a
@@ -22,6 +23,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
@@ -128,19 +130,22 @@ def unbind_saving(model: nn.Module) -> None:
 
 
 def refuse_files_weights(model: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
-    """A hook before `load_state_dict`: refuse what a file of `save_pretrained` holds, which would not bring all back.
+    """A hook before `load_state_dict`: refuse the weights of a saved model that would not all come back.
 
-    The prior's scalars are in another file, and many models have other names in files. The Trainer of transformers,
-    when it goes on from a checkpoint or loads the best one, would leave what it does not find as it is.
+    Many models have other names in files, and earlier folders have the prior's scalars in a file of their own alone.
+    The Trainer of transformers, when it goes on from a checkpoint or loads the best one, would leave what it does not
+    find as it is. Where all names are the model's own, it goes on rightly, and nothing is refused.
     """
     if not any(key.endswith(f".{MARKER}") for key in state_dict):
         return  # not of a model with a prior
-    names = {f"{prefix}{name}.{PRIOR_MODULE}.{MARKER}" for name in applied_prior(model).attention}
-    names |= {prefix + key for key in _scalar_names(model, [name for name, _ in model.named_parameters()])}
-    if absent := sorted(names - set(state_dict)):
+    own = model.state_dict()
+    renamed = {prefix + key for key in revert_weight_conversion(model, own).keys() - own.keys()} & state_dict.keys()
+    scalars = {prefix + key for key in _scalar_names(model, own)}
+    if renamed or (scalars and scalars.isdisjoint(state_dict)):
+        lacking = sorted({prefix + key for key in own} - state_dict.keys())
         raise RuntimeError(
             f"{type(model).__name__}.load_state_dict: these weights are those of a saved model with a prior and lack "
-            f"{absent[0]} ({len(absent)} in all); load the folder with from_pretrained, and go on from a checkpoint "
+            f"{lacking[0]} ({len(lacking)} in all); load the folder with from_pretrained, and go on from a checkpoint "
             "with hf_sparseprior.training.SparsePriorTrainer, which does"
         )
 
@@ -169,14 +174,13 @@ def _scalar_names(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
 
 @contextlib.contextmanager
 def _recorded(model: PreTrainedModel) -> Iterator[None]:
-    """While the model is saved: put the prior into the config, and keep its scalars out of the stock weights.
+    """While the model is saved: put the prior into the config.
 
     transformers refuses to load a config with an attention that it does not know. So without this package the saved
     model is not silently loaded without its prior.
     """
     # Also in the config of a vision tower, which a class for the tower alone reads.
     configs = {id(config): config for config in (model.config, stock_priors(model)[0].config)}
-    ignored = model._keys_to_ignore_on_save
     added: list[tuple[Any, str]] = []
     for config in configs.values():
         fields: dict[str, Any] = {RECORD: {"prior": applied_prior(model).prior}, "attn_implementation": IMPLEMENTATION}
@@ -185,10 +189,8 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
         for name, value in fields.items():
             setattr(config, name, value)
             added.append((config, name))
-    model._keys_to_ignore_on_save = {*(ignored or ()), *_scalar_names(model, model.state_dict())}
     try:
         yield
     finally:
         for config, name in added:
             delattr(config, name)
-        model._keys_to_ignore_on_save = ignored

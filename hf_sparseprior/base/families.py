@@ -176,6 +176,7 @@ def unregister_family(name: str) -> None:
     """Forget a family, as tests do that register one of their own."""
     family = FAMILIES.pop(name)
     transformers.models.auto.configuration_auto.CONFIG_MAPPING._extra_content.pop(name, None)
+    transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING._extra_content.pop(family.config_class, None)
     for auto_class in family.models:
         getattr(transformers, auto_class)._model_mapping._extra_content.pop(family.config_class, None)
 

@@ -40,6 +40,7 @@ from hf_sparseprior.cli.runtimes import (
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.pretrained import copy_weights
 from hf_sparseprior.priors.prior import pruning_of
+from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
 from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings, takes_clips
 from hf_sparseprior.saving.saved_processor import MAX_SIDE, load_image_processor
 
@@ -195,6 +196,9 @@ def processor_settings(source: Path, config: Any) -> dict[str, Any]:
         return new
     load_image_processor(source)
     saved = read_json_object(source / PROCESSOR)
+    if saved.get("image_processor_type") == SparsePriorImageProcessor.__name__:  # the file goes where our code is not
+        saved = {key: value for key, value in saved.items() if key not in ("auto_map", "do_grayscale")}
+        saved |= {key: new[key] for key in ("image_processor_type", "do_convert_rgb")}
     if "max_num_patches" in saved:  # of images of several sizes, and the file takes one size
         return new
     if saved.get("do_center_crop"):

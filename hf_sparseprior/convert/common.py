@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.adapters.stock_attention import MARKER, RECORD
+from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, RECORD
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.loading import check_whole
@@ -55,7 +55,7 @@ def recorded_prior(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dic
         ValueError: if config.json does not name the prior that the weights have.
     """
     if RECORD not in settings:
-        if any(is_marker(key) for key in state):
+        if any(is_of_stock_prior(key) for key in state):
             raise ValueError(f"config.json lacks {RECORD!r}, and the weights are of a model with a prior")
         return None
     record = settings[RECORD]
@@ -72,9 +72,11 @@ def prior_weight_name(name: str) -> str | None:
     return None if layer is None else f"vit.{layer[0]}attention.{name[layer.end() :]}"
 
 
-def is_marker(key: str) -> bool:
-    """Whether this is the tensor that makes a load without the prior noticed; it means nothing else."""
-    return key.endswith(f".{MARKER}")
+def is_of_stock_prior(key: str) -> bool:
+    """Whether a stock model with a prior has this weight within its attention: a marker, by which a load without the
+    prior is noticed, or a scalar, of which another file has the one that is read (`stock_saving`).
+    """
+    return PRIOR_MODULE in key.split(".")
 
 
 def refuse(target: str, problems: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from transformers import DINOv3ViTConfig, DINOv3ViTModel
 from hf_sparseprior.convert.common import (
     ONLY_OURS,
     field_problems,
-    is_marker,
+    is_of_stock_prior,
     one_if_square,
     plain_weights,
     prior_weight_name,
@@ -112,7 +112,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     renamed, unused = {}, []
     for key, value in state.items():
         name = re.sub(r"^layer\.", "layers.", PREFIX.sub("", key))
-        if is_marker(name):
+        if is_of_stock_prior(name):
             continue
         if name == MASK_TOKEN:
             unused.append(key)

@@ -19,7 +19,7 @@ from hf_sparseprior.convert.common import (
     ATTENTION_POOLING,
     ONLY_OURS,
     field_problems,
-    is_marker,
+    is_of_stock_prior,
     plain_weights,
     prior_weight_name,
     recorded_prior,
@@ -119,7 +119,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     renamed, unused, classifies = {}, [], any(key.startswith("classifier.") for key in state)
     for key, value in state.items():
         name = key.removeprefix(TOWER)
-        if is_marker(name):
+        if is_of_stock_prior(name):
             continue
         if key.startswith("text_model.") or key in ("logit_scale", "logit_bias"):
             unused.append("the text tower")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_sparseprior.convert.common import (
     field_problems,
-    is_marker,
+    is_of_stock_prior,
     one_if_square,
     plain_weights,
     recorded_prior,
@@ -121,7 +121,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     renamed, unused = {}, []
     for key, value in state.items():
         name = key.removeprefix("swin.")
-        if name.endswith(INDEX) or is_marker(name):
+        if name.endswith(INDEX) or is_of_stock_prior(name):
             continue
         if name in UNUSED:
             unused.append(key)

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_sparseprior.convert.common import (
     ONLY_OURS,
     field_problems,
-    is_marker,
+    is_of_stock_prior,
     one_if_square,
     plain_weights,
     prior_weight_name,
@@ -137,7 +137,7 @@ def rename(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     renamed, unused = {}, []
     for key, value in state.items():
         name = PREFIX.sub("", key)
-        if is_marker(name):
+        if is_of_stock_prior(name):
             continue
         if name in UNUSED:
             unused.append(key)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.saving.card import CARD, model_card
-from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
+from hf_sparseprior.saving.processor import PROCESSOR, own_processor_settings
 
 # Of the card that transformers makes for a repository that has none.
 EMPTY = "This model card has been automatically generated."
@@ -21,7 +21,7 @@ def complete_folder(folder: str | os.PathLike, config: Any) -> None:
     """Write the image processor of a saved model if there is none, and the model card unless somebody edited it."""
     folder = Path(folder)
     if not (folder / PROCESSOR).exists():
-        write_text(folder / PROCESSOR, json.dumps(image_processor_settings(config), indent=2) + "\n")
+        write_text(folder / PROCESSOR, json.dumps(own_processor_settings(config), indent=2) + "\n")
     card = folder / CARD
     # A card that nobody has changed belongs to the model that it describes. Any other belongs to its author.
     text = card.read_text(encoding="utf-8") if card.exists() else EMPTY

@@ -20,9 +20,10 @@ from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.checks import check_boolean, check_integer, check_within
 from hf_sparseprior.base.config_keys import shortened
-from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES, Family
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
+from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
 from hf_sparseprior.saving.processor import PROCESSOR
 
 # Keys that files have without being settings of a processor's class; the last two are those of our runs.
@@ -65,6 +66,13 @@ def load_image_processor(folder: str | os.PathLike) -> Any:
     return processor
 
 
+def register_image_processor(family: Family) -> None:
+    """Let `AutoImageProcessor` know our class, which saved models of one channel name."""
+    if family.takes == "images":
+        classes = dict.fromkeys(("pil", "torchvision"), SparsePriorImageProcessor)
+        AutoImageProcessor.register(family.config_class, image_processor_classes=classes, exist_ok=True)
+
+
 def _num_channels(folder: str | os.PathLike) -> int | None:
     """Channels of the images that the model of a folder takes; None: its config.json does not say it."""
     file = Path(folder) / CONFIG_NAME
@@ -79,6 +87,8 @@ def _check_kind(written: Mapping[str, Any], folder: str | os.PathLike) -> None:
     name = written.get(key)
     file = Path(folder) / CONFIG_NAME
     if name is None and os.path.lexists(file) and read_json_object(file).get("model_type") not in FAMILIES:
+        return
+    if name == SparsePriorImageProcessor.__name__:
         return
     known = isinstance(name, str) and re.fullmatch(r"\w+(ImageProcessor(Fast|Pil)?|FeatureExtractor)", name)
     if not known or not hasattr(transformers, str(name).replace("FeatureExtractor", "ImageProcessor")):

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import BitImageProcessorPil, ViTImageProcessorPil
 
-from hf_sparseprior.saving.processor import image_processor_settings
+from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
+from hf_sparseprior.saving.processor import own_processor_settings
 from tasks.common.images.config import Decoding
 
 
@@ -24,14 +25,17 @@ def make_processor(
     """
     if model_config.num_channels not in (1, 3):
         raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
-    settings = {**image_processor_settings(model_config), **(asdict(decoding) if decoding else {})}
+    settings = {**own_processor_settings(model_config), **(asdict(decoding) if decoding else {})}
+    grey = model_config.num_channels == 1
     if eval_crop_ratio is None:
-        return ViTImageProcessorPil(**settings)
+        return (SparsePriorImageProcessor if grey else ViTImageProcessorPil)(**settings)
     height, width = settings["size"]["height"], settings["size"]["width"]
     if height != width:
         raise ValueError(
             f"{section}.eval_crop_ratio={eval_crop_ratio} needs a square model.image_size, not {height}x{width}"
         )
-    settings.update(image_processor_type="BitImageProcessor", crop_size=settings["size"], do_center_crop=True)
+    settings.update(crop_size=settings["size"], do_center_crop=True)
     settings["size"] = {"shortest_edge": round(height / eval_crop_ratio)}
-    return BitImageProcessorPil(**settings)
+    if grey:
+        return SparsePriorImageProcessor(**settings)
+    return BitImageProcessorPil(**{**settings, "image_processor_type": "BitImageProcessor"})

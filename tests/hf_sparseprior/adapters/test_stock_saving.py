@@ -8,12 +8,21 @@ from contextlib import nullcontext
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPConfig,
     CLIPForImageClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     PreTrainedModel,
+    SiglipConfig,
+    SiglipForImageClassification,
+    TimesformerConfig,
+    TimesformerForVideoClassification,
     Trainer,
     TrainingArguments,
+    VideoMAEConfig,
+    VideoMAEForVideoClassification,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -26,14 +35,17 @@ from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays,
 
 
 class Images(torch.utils.data.Dataset):
-    """Random images and labels."""
+    """Random images, or videos of so many frames, and labels."""
+
+    def __init__(self, frames=None):
+        self.shape = (3, 32, 32) if frames is None else (frames, 3, 32, 32)
 
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        return {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": index % 2}
+        return {"pixel_values": torch.randn(self.shape, generator=generator), "labels": index % 2}
 
 
 def trainer_of(model, folder, **arguments):
@@ -63,29 +75,82 @@ def test_resume_restores_every_tensor(tmp_path):
     assert equal == list(expected) and any(PRIOR_MODULE in name for name in equal)
 
 
-STOCK_CLASSIFIERS = {  # with other names in files, and with the same
-    "vit": (ViTConfig(**TINY), ViTForImageClassification),
-    "clip": (CLIPConfig(vision_config=TINY, num_labels=2), CLIPForImageClassification),
+VIDEO = {"num_frames": 4, "tubelet_size": 2, "num_labels": 2}
+STOCK_CLASSIFIERS = {  # whether transformers' own Trainer finds all that the files hold
+    "vit": (ViTConfig(**TINY), ViTForImageClassification, False),
+    "dinov2": (Dinov2Config(**TINY), Dinov2ForImageClassification, False),
+    "videomae": (VideoMAEConfig(**TINY, **VIDEO), VideoMAEForVideoClassification, False),  # 4 of 36 it does not
+    "clip": (CLIPConfig(vision_config=TINY, num_labels=2), CLIPForImageClassification, True),
+    "siglip": (SiglipConfig(vision_config=TINY, num_labels=2), SiglipForImageClassification, True),
+    "timesformer": (TimesformerConfig(**TINY, num_frames=4), TimesformerForVideoClassification, True),
 }
+
+
+def plain_trainer(name, folder, trainer=Trainer, **options):
+    config, model_class, _ = STOCK_CLASSIFIERS[name]
+    torch.manual_seed(0)
+    model = sp.apply_prior(model_class(config), "violin")
+    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "max_steps": 2, "save_steps": 1, **options}
+    images = Images(4 if "Video" in model_class.__name__ else None)
+    return trainer(model, TrainingArguments(str(folder), **options), train_dataset=images, eval_dataset=images)
 
 
 @pytest.mark.parametrize("name", STOCK_CLASSIFIERS)
 @pytest.mark.parametrize("best", [False, True])
-def test_transformers_own_trainer_does_not_go_on_without_the_prior(name, best, tmp_path):
-    config, model_class = STOCK_CLASSIFIERS[name]
-    model = sp.apply_prior(model_class(config), "violin")
-    options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "max_steps": 2, "save_steps": 1}
+def test_transformers_own_trainer_goes_on_with_everything_or_not_at_all(name, best, tmp_path):
+    options = {}
     if best:
-        options |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=Images(), eval_dataset=Images())
-    with pytest.raises(RuntimeError, match=r"lack .*sparse_prior.*SparsePriorTrainer") if best else nullcontext():
+        options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = plain_trainer(name, tmp_path, **options)
+    finds_all = STOCK_CLASSIFIERS[name][2]
+    refused = pytest.raises(
+        RuntimeError, match=r"^\w+\.load_state_dict: .* lack [\w.]+ \(\d+ in all.*SparsePriorTrainer"
+    )
+    with refused if best and not finds_all else nullcontext():
         trainer.train()
-    with pytest.raises(RuntimeError, match=r"lack .*sparse_prior.*SparsePriorTrainer"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    state = model.state_dict()
-    model.load_state_dict(state)  # what a model itself gives is whole
+    state = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
+    again = plain_trainer(name, tmp_path, **options)
+    with nullcontext() if finds_all else refused:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    if finds_all:
+        assert all(torch.equal(tensor, state[key]) for key, tensor in again.model.state_dict().items())
+    model = again.model
+    assert model.load_state_dict(state) == ([], [])  # what a model itself gives is whole
     copy.deepcopy(model).load_state_dict(state)
+    part = {key: tensor for key, tensor in state.items() if not key.startswith("classifier")}
+    assert {key.split(".")[0] for key in model.load_state_dict(part, strict=False).missing_keys} == {"classifier"}
     sp.remove_prior(model).load_state_dict({key: value for key, value in state.items() if PRIOR_MODULE not in key})
+
+
+@pytest.mark.parametrize("name", ["videomae", "siglip"])
+def test_our_trainer_restores_every_tensor_of_a_checkpoint(name, tmp_path):
+    """Also VideoMAE's biases of queries and values, which its files name `q_bias` and `v_bias`."""
+    whole = plain_trainer(name, tmp_path, SparsePriorTrainer, learning_rate=0.01)
+    whole.train()
+    resumed = plain_trainer(name, tmp_path, SparsePriorTrainer, learning_rate=0.01)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    start, expected = plain_trainer(name, tmp_path).model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in resumed.model.state_dict().items())
+    moved = {key for key, tensor in expected.items() if not torch.equal(tensor, start[key])}
+    assert {key.rpartition(".")[0].rpartition(".")[2] for key in moved} >= {"decay_bias", "classifier"}
+    if name == "videomae":
+        assert sum(key.endswith(("query.bias", "value.bias")) for key in moved) == 2 * TINY["num_hidden_layers"]
+
+
+def test_earlier_folders_have_the_scalars_in_their_own_file_alone(tmp_path):
+    config, model_class, _ = STOCK_CLASSIFIERS["clip"]
+    model = sp.apply_prior(model_class(config), "violin")
+    move_decays(model)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    earlier = {key: tensor for key, tensor in weights.items() if "decay_bias" not in key}
+    assert len(earlier) < len(weights)
+    save_file(earlier, tmp_path / "model.safetensors", {"format": "pt"})
+    again, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in again.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"lack .*sparse_prior.*SparsePriorTrainer"):
+        model.load_state_dict(earlier, strict=False)
 
 
 def test_the_best_model_is_loaded_with_every_tensor(tmp_path):
