@@ -7,6 +7,7 @@ processes play and wherever they were interrupted.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -253,7 +254,9 @@ def run_episodes(
         with progress:
             left = [each for each in wanted if each.seed not in there]
             if jobs > 1 and len(left) > 1:
-                for _ in play_in_processes(min(jobs, len(left)), store, left, play_here, folder, rollouts):
+                actions = multiprocessing.get_context("forkserver").Value("q", 0)
+                for _ in play_in_processes(min(jobs, len(left)), store, left, play_here, folder, rollouts, actions):
+                    progress.set_postfix(solved=solved, actions=actions.value)
                     for each in left:
                         if each.seed not in there and (episode := store.read(each)) is not None:
                             on_episode(episode)
@@ -262,11 +265,19 @@ def run_episodes(
         return found, len(wanted) - before, simulator.fps
 
 
-def play_here(store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollouts: Rollouts) -> None:
-    """Play episodes in one of several processes, which has nothing yet."""
+def play_here(
+    store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollouts: Rollouts, actions: Any = None
+) -> None:
+    """Play episodes in one of several processes, which has nothing yet. `actions`: a number they share, of actions."""
+
+    def on_step(step: int, horizon: int) -> None:
+        if actions is not None:
+            with actions.get_lock():
+                actions.value += 1
+
     policy = load_policy(folder, rollouts)
     with make_matching_environment(policy.about, str(folder)) as simulator:
-        play(store, wanted, player(policy, simulator, rollouts))
+        play(store, wanted, player(policy, simulator, rollouts, on_step))
 
 
 def player(

@@ -124,6 +124,7 @@ def _summarize_task(records: Records, variant: str, task: str) -> dict[str, Any]
         "best": best_of_seeds(accuracies),
         "decay_change": max(changes, default=None),
         "images_judged": read[0]["images_judged"] if read else None,
+        "warned": [lines[0] for record in read if (lines := record.get("warnings"))],
     }
 
 
@@ -144,7 +145,7 @@ def tables(summary: Mapping[str, Any]) -> str:
             parts.append(f"{group}:\n\n{task_table(summary, tasks, statistic)}")
     if decays := decay_table(summary):
         parts += ["## Largest abs(M - 1) after training, of all seeds", decays]
-    parts += [lines for lines in (_missing(summary), _unpublished(summary)) if lines]
+    parts += [lines for lines in (_missing(summary), _unpublished(summary), _warned(summary)) if lines]
     return "\n\n".join(parts) + "\n"
 
 
@@ -227,6 +228,17 @@ def _unpublished(summary: Mapping[str, Any]) -> str:
     }
     lines = [f"- {task}: {count} of {TASKS[task].test_images}" for task, count in sorted(judged)]
     return "Test images, where they are not as many as published:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _warned(summary: Mapping[str, Any]) -> str:
+    """Runs that said that they did not learn, and the first of them in each task."""
+    lines = [
+        f"- {name}, {task}, {len(said)} of {len(result['accuracies'])} runs: {said[0]}"
+        for name, variant in summary["variants"].items()
+        for task, result in variant["tasks"].items()
+        if (said := result.get("warned"))
+    ]
+    return "What runs say of themselves:\n\n" + "\n".join(lines) if lines else ""
 
 
 # ---- picture --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from mmengine.config import Config
 
 from hf_sparseprior.base.files import file_sha256
 from hf_sparseprior.models.pretrained import hub_hint
+from tasks.common.command import tell_passed_over
 from tasks.common.measured import settings, suffix
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
+from tasks.common.mm.hooks import all_passed_over
 from tasks.common.mm.runner import QuietRunner, build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
@@ -43,6 +45,7 @@ def evaluate(
     check_place(out, "--out")
     config[WORK_DIR] = str(out)
     runner = runner_of(config, folder, split, tta)
+    tell_passed_over(*all_passed_over(runner.test_dataloader.dataset))
     for line in task.look(runner.test_dataloader.dataset, False):
         print(line, flush=True)
     label = label_of(task, folder, as_json(config.to_dict()), split + "_tta" * tta, out)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -135,6 +136,16 @@ def test_the_command_writes_results_picture_and_film(saved, tmp_path, capsys):
     for name in ("trained", "untrained"):
         assert (tmp_path / name / "episodes.png").stat().st_size > 10_000
         assert (tmp_path / name / trained["film"]).stat().st_size > 1_000
+
+
+@pytest.mark.slow
+def test_several_processes_play_the_same_episodes_and_count_their_actions(saved, tmp_path, capsys):
+    arguments = [str(saved), "--episodes", "2", "--max-steps", "30", "--sampling-steps", "2"]
+    assert evaluate.main([*arguments, "--out", str(tmp_path / "two"), "--jobs", "2"]) == 0
+    assert re.search(r"actions=[1-9]\d*", capsys.readouterr().err)
+    assert evaluate.main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    two, one = (json.loads((tmp_path / name / "results_test.json").read_text()) for name in ("two", "one"))
+    assert two["episodes"] == one["episodes"]
 
 
 def test_without_gl_pictures_alone_are_left_out(saved, tmp_path, monkeypatch, capsys):

@@ -227,7 +227,10 @@ def test_own_data_of_odd_sizes_is_trained_evaluated_and_its_classes_are_counted(
     run_folder = tmp_path / "run"
     config = str(tmp_path / "own_data.py")
     assert train_main(["--config", config, f"output_dir={run_folder}", *small]) == 0, capfd.readouterr().err
+    (tmp_path / "own/images/validation/notes.txt").touch()
+    capfd.readouterr()
     assert evaluate_main([str(run_folder), "--split", "validation"]) == 0, capfd.readouterr().err
+    assert re.search(r"^left out: 1 not .*notes\.txt\)$", capfd.readouterr().out, re.MULTILINE)
     saved = load_config("segmentation", run_folder / "model/config.py")
     assert saved.model.decode_head.num_classes == saved.model.auxiliary_head.num_classes == 2
     assert list(read_results(run_folder / "results.json")["classes"]) == ["road", "sky"]

@@ -164,6 +164,13 @@ def test_another_number_of_test_images_is_shown():
     assert text.endswith("Test images, where they are not as many as published:\n\n- kitti: 700 of 711\n")
 
 
+def test_runs_that_did_not_learn_are_named():
+    said = "on test the model predicts one class, 3, for all 711 examples"
+    text = report.tables(summary(ROWS, kitti={**result([80.0] * 5), "warned": [said, said]}))
+    assert text.endswith(f"What runs say of themselves:\n\n- violin, kitti, 2 of 5 runs: {said}\n")
+    assert "themselves" not in report.tables(summary(ROWS))
+
+
 def test_the_picture_has_a_bar_and_a_spread_for_each_whole_task(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(report.pictures, "save", lambda figure, path: drawn.append(figure) or path)
