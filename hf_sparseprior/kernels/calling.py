@@ -1,4 +1,4 @@
-"""How the C++ operators are called."""
+"""How the compiled operators are called."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from torch import Tensor
 def records(*tensors: Tensor | None) -> bool:
     """Whether a call with these tensors has gradients to keep something for."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_eager(q: Tensor) -> bool:
+    """Whether a call with this tensor is neither traced nor watched, so that it need not be an operator.
+
+    `torch.compile`, `torch.export`, modes such as counters of FLOPs, and subclasses of tensors need operators.
+    """
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return type(q) is Tensor and not watched
 
 
 def call(operator: Any, trains: bool, *arguments: Any) -> Any:

@@ -23,15 +23,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from hf_sparseprior.kernels import decayed_triton_kernels as compiled
+from hf_sparseprior.kernels.calling import is_eager, records
 from hf_sparseprior.kernels.decay_memory import decay_memory
 from hf_sparseprior.kernels.diagonal_cpu import like_projection
 from hf_sparseprior.kernels.flop_formulas import register_decayed_triton
 from hf_sparseprior.kernels.second_derivatives import decayed, gradients
 from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
+from hf_sparseprior.kernels.triton_launch import cdiv, launch, next_power_of_2
 from hf_sparseprior.kernels.triton_sizes import LARGEST_BLOCK, block_sizes
 
 # Programs of the backward pass, if there are not more blocks of work: two for each multiprocessor of an H100 or H200.
@@ -72,10 +73,15 @@ def decayed_attention(
     seed = draw_seed(q, dropout_p)
     tensors = (q, k, v, positions, log_gamma, alpha, prefix_gamma, seed)
     options = (num_prefix_tokens, scale, dropout_p)
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(q) is not Tensor
-    if traced:
+    if not is_eager(q):
         return torch.ops.hf_sparseprior.decayed_triton(*tensors, *options)[0]
-    return _Decayed.apply(*tensors, *options, tables)
+    if records(q, k, v, log_gamma, alpha, prefix_gamma):
+        return _Decayed.apply(*tensors, *options, tables)
+    if not q.numel():
+        return outputs(q)[0]
+    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, num_prefix_tokens)
+    call = _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
+    return _run_forward(call, _Parts(decay, q, _kept(decay, q, tables)))[0]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -121,7 +127,7 @@ class _Decay(NamedTuple):
     @property
     def side(self) -> int:
         """Rows of the whole table of a head, and its width."""
-        return triton.cdiv(self.tokens, LARGEST_BLOCK) * LARGEST_BLOCK
+        return cdiv(self.tokens, LARGEST_BLOCK) * LARGEST_BLOCK
 
 
 class _Part(NamedTuple):
@@ -138,24 +144,40 @@ def _table_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype == torch.float32 else torch.float16
 
 
-def _parts(decay: _Decay, q: Tensor, kept: DecayTable | None) -> Iterator[_Part]:
-    """The table, whole or in parts. All parts share one buffer, so asking for the next overwrites the last."""
-    side, size = decay.side, _table_dtype(q).itemsize
-    if kept is not None:
-        if kept.made_of is not None:
-            _fill(decay, _Part(kept.table, 0, decay.heads, 0, decay.tokens), kept.made_of)
-        yield _Part(kept.table, 0, decay.heads, 0, decay.tokens)
-        return
-    limit = decay_memory()
-    heads = max(1, min(decay.heads, limit // (side * side * size)))
-    rows = max(LARGEST_BLOCK, min(side, limit // (side * size) // LARGEST_BLOCK * LARGEST_BLOCK))
-    table = q.new_empty((heads, rows, side), dtype=_table_dtype(q))
-    for first_head in range(0, decay.heads, heads):
-        for first_row in range(0, decay.tokens, rows):
-            own = min(heads, decay.heads - first_head), first_row, min(rows, decay.tokens - first_row)
-            part = _Part(table, first_head, *own)
-            _fill(decay, part, None)
-            yield part
+class _Parts:
+    """The table of M, whole or in parts. All parts share one buffer, so asking for the next overwrites the last.
+
+    It can be gone through several times; a table that is whole is made, or compared, once.
+    """
+
+    def __init__(self, decay: _Decay, q: Tensor, kept: DecayTable | None = None) -> None:
+        self.decay, self.dtype, self.kept = decay, _table_dtype(q), kept
+        self.made_of = None if kept is None else kept.made_of
+        self.whole: _Part | None = None
+
+    def __iter__(self) -> Iterator[_Part]:
+        decay = self.decay
+        if self.whole is not None:
+            yield self.whole
+            return
+        if self.kept is not None:
+            self.whole = _Part(self.kept.table, 0, decay.heads, 0, decay.tokens)
+            if self.made_of is not None:
+                _fill(decay, self.whole, self.made_of)
+            yield self.whole
+            return
+        side, limit = decay.side, decay_memory() // self.dtype.itemsize
+        heads = max(1, min(decay.heads, limit // side**2))
+        rows = max(LARGEST_BLOCK, min(side, limit // side // LARGEST_BLOCK * LARGEST_BLOCK))
+        table = decay.log_gamma.new_empty((heads, rows, side), dtype=self.dtype)
+        for first_head in range(0, decay.heads, heads):
+            for first_row in range(0, decay.tokens, rows):
+                some = min(heads, decay.heads - first_head), first_row, min(rows, decay.tokens - first_row)
+                part = _Part(table, first_head, *some)
+                _fill(decay, part, None)
+                if (part.heads, part.rows) == (decay.heads, decay.tokens):
+                    self.whole = part
+                yield part
 
 
 def _fill(decay: _Decay, part: _Part, made_of: Tensor | None) -> None:
@@ -163,10 +185,14 @@ def _fill(decay: _Decay, part: _Part, made_of: Tensor | None) -> None:
     curves, axes, patches = decay.positions.shape
     _, rows, side = part.table.shape
     block = 32 if part.table.dtype == torch.float32 else 64
-    compiled._forward_table[(part.heads * (rows // block) * (side // block),)](
+    given = (
         part.table, (rows, side), decay.positions, decay.log_gamma, decay.prefix_gamma, made_of, decay.heads,
-        part.first_head, part.first_row, patches, CURVES=curves, CURVE_COLUMNS=triton.next_power_of_2(curves),
-        AXES=axes, PREFIX=decay.prefix, SIDE=block, SYMMETRIC=rows == side, num_warps=8,
+        part.first_head, part.first_row, patches,
+    )  # fmt: skip
+    launch(
+        compiled._forward_table, part.heads * (rows // block) * (side // block), given, CURVES=curves,
+        CURVE_COLUMNS=next_power_of_2(curves), AXES=axes, PREFIX=decay.prefix, SIDE=block,
+        SYMMETRIC=rows == side, num_warps=8,
     )  # fmt: skip
 
 
@@ -195,99 +221,134 @@ def _precision(q: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, decay: _Decay, alpha: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-    kept: DecayTable | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output (B, H, T, D), float32 (B, H, T, 2), see `store_softmax`, and the last part's table."""
+class _Call(NamedTuple):
+    """What all launches of a call take, forward or backward."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: _Decay
+    alpha: Tensor
+    seed: Tensor | None
+    scale: float
+    dropout_p: float
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of the kernels that weigh pairs by scalars that were not finite."""
+        curves, heads = self.decay.log_gamma.shape
+        return {"CURVES": curves, "HEADS": next_power_of_2(heads), "PRECISION": _precision(self.q)}
+
+
+def _run_forward(call: _Call, parts: _Parts) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, D) and float32 (B, H, T, 2), see `store_softmax`."""
+    q, k, v, decay = call[:4]
     out, stats = outputs(q)
     images, heads, tokens, _ = q.shape
     sizes = block_sizes("decayed_forward", q)
-    made_of = None if kept is None else kept.made_of
     strides = (q.stride(), k.stride(), v.stride(), out.stride())
     with torch.cuda.device_of(q):
-        for part in _parts(decay, q, kept):
-            blocks = triton.cdiv(part.rows, sizes["ROWS"])
-            compiled._forward_rows[(part.heads * blocks * images,)](
-                q, k, v, out, stats, part.table, tuple(part.table.shape[1:]), decay.log_gamma, alpha,
-                decay.prefix_gamma, made_of, seed, *strides, images, heads, part.first_head, part.first_row, blocks,
-                tokens, scale, dropout_p, CURVES=decay.positions.shape[0], HEADS=triton.next_power_of_2(heads),
-                PRECISION=_precision(q), **sizes,
+        for part in parts:
+            blocks = cdiv(part.rows, sizes["ROWS"])
+            given = (
+                q, k, v, out, stats, part.table, tuple(part.table.shape[1:]), decay.log_gamma, call.alpha,
+                decay.prefix_gamma, parts.made_of, call.seed, *strides, images, heads, part.first_head, part.first_row,
+                blocks, tokens, call.scale, call.dropout_p,
             )  # fmt: skip
-    return out, stats, part.table
+            launch(compiled._forward_rows, part.heads * blocks * images, given, **call.constants(), **sizes)
+    return out, stats
 
 
 def _run_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, decay: _Decay, alpha: Tensor,
-    seed: Tensor | None, scale: float, dropout_p: float, learns_decay: bool, kept: DecayTable | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call: _Call, parts: _Parts, grad: Tensor, out: Tensor, stats: Tensor, learns_decay: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
+    q, decay = call.q, call.decay
     images, heads, tokens, _ = q.shape
-    curves, axes, patches = decay.positions.shape
+    curves = decay.log_gamma.shape[0]
     dq, dk, dv = (like_projection(q) for _ in range(3))  # the kernels assume that they have the same strides
     if not q.numel():
         return dq, dk, dv, q.new_zeros(curves + 2, heads if learns_decay else 0, dtype=torch.float32)
-    made_of = None if kept is None else kept.made_of
-    keys, of_decay = block_sizes("decayed_backward", q), block_sizes("decayed_gradients", q)
-    inputs = (grad.stride(), q.stride(), k.stride(), v.stride())
     delta = q.new_empty(q.shape[:3], dtype=torch.float32)
-    all_rows = triton.cdiv(tokens, 64)
+    keys = block_sizes("decayed_backward", q)
     row_sizes = {name: keys[name] for name in ("WIDTH", "COLUMNS")} | {"ROWS": 64}
-    d_decay, dq_parts, splits, decay_splits = None, None, 1, 1
-    held: list[_Part] = []
-
-    def parts() -> Iterator[_Part]:
-        """The table's parts; one that is the whole is made once."""
-        if held:
-            yield held[0]
-            return
-        for part in _parts(decay, q, kept):
-            if (part.heads, part.rows) == (heads, tokens):
-                held.append(part)
-            yield part
-
+    row_programs = images * heads * cdiv(tokens, row_sizes["ROWS"])
+    dq_parts, d_decay = None, None
     with torch.cuda.device_of(q):
         if learns_decay:
-            for part in parts():
-                blocks = triton.cdiv(part.rows, of_decay["ROWS"])
-                compiled._backward_mean[(part.heads * blocks * images,)](
-                    grad, q, k, v, stats, delta, part.table, tuple(part.table.shape[1:]), alpha, seed, *inputs, images,
-                    heads, part.first_head, part.first_row, blocks, tokens, scale, dropout_p, PRECISION=_precision(q),
-                    **of_decay,
-                )  # fmt: skip
+            for part in parts:
+                _launch_mean(call, part, grad, stats, delta)
         else:
-            compiled._backward_delta[(images * heads * all_rows,)](
-                grad, out, delta, grad.stride(), out.stride(), heads, tokens, **row_sizes
-            )
-        for part in parts():
-            shape = tuple(part.table.shape[1:])
-            blocks = triton.cdiv(part.rows, keys["KEYS"])
+            of_rows = (grad, out, delta, grad.stride(), out.stride(), heads, tokens)
+            launch(compiled._backward_delta, row_programs, of_rows, **row_sizes)
+        for part in parts:
             if dq_parts is None:
+                blocks = cdiv(part.rows, keys["KEYS"])
                 splits = _splits(blocks, images * heads, decay_memory() // (4 * q.numel()))
                 dq_parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
-            compiled._backward_keys[(part.heads * splits * images,)](
-                grad, q, k, v, stats, delta, dk, dv, dq_parts, part.table, shape, decay.log_gamma, alpha,
-                decay.prefix_gamma, made_of, seed, *inputs, dk.stride(), images, heads, part.first_head,
-                part.first_row, blocks, tokens, scale, dropout_p, splits, CURVES=curves,
-                HEADS=triton.next_power_of_2(heads), PRECISION=_precision(q), **keys,
-            )  # fmt: skip
-            if not learns_decay:
-                continue
-            blocks, all_blocks = triton.cdiv(part.rows, of_decay["ROWS"]), triton.cdiv(tokens, of_decay["ROWS"])
-            if d_decay is None:
-                decay_splits = _splits(triton.cdiv(tokens, of_decay["KEYS"]), part.heads * blocks, 4)
-                d_decay = stats.new_empty(heads, all_blocks, decay_splits, curves + 2)
-            compiled._backward_decay[(part.heads * blocks * decay_splits,)](
-                grad, q, k, v, stats, delta, d_decay, part.table, shape, decay.positions, decay.log_gamma, alpha, seed,
-                *inputs, images, heads, part.first_head, part.first_row, blocks, patches, scale, dropout_p,
-                decay_splits, CURVES=curves, CURVE_COLUMNS=triton.next_power_of_2(curves), AXES=axes,
-                PREFIX=decay.prefix, PRECISION=_precision(q), **of_decay,
-            )  # fmt: skip
-        compiled._backward_queries[(images * heads * all_rows,)](
-            dq_parts, dq, dq.stride(), images, heads, tokens, splits, **row_sizes
-        )
+            _launch_keys(call, part, parts.made_of, grad, stats, delta, dk, dv, dq_parts)
+            if learns_decay:
+                d_decay = _launch_decay(call, part, grad, stats, delta, d_decay)
+        assert dq_parts is not None
+        given = (dq_parts, dq, dq.stride(), images, heads, tokens, dq_parts.shape[0])
+        launch(compiled._backward_queries, row_programs, given, **row_sizes)
     none = stats.new_empty(curves + 2, 0)
     return dq, dk, dv, none if d_decay is None else d_decay.sum((1, 2)).t().contiguous()
+
+
+def _launch_mean(call: _Call, part: _Part, grad: Tensor, stats: Tensor, delta: Tensor) -> None:
+    """delta by a pass of its own over the pairs, for gradients of a decay; see the kernel."""
+    q, k, v = call[:3]
+    images, heads, tokens, _ = q.shape
+    sizes = block_sizes("decayed_gradients", q)
+    blocks = cdiv(part.rows, sizes["ROWS"])
+    given = (
+        grad, q, k, v, stats, delta, part.table, tuple(part.table.shape[1:]), call.alpha, call.seed, grad.stride(),
+        q.stride(), k.stride(), v.stride(), images, heads, part.first_head, part.first_row, blocks, tokens, call.scale,
+        call.dropout_p,
+    )  # fmt: skip
+    launch(compiled._backward_mean, part.heads * blocks * images, given, PRECISION=_precision(q), **sizes)
+
+
+def _launch_keys(
+    call: _Call, part: _Part, made_of: Tensor | None, grad: Tensor, stats: Tensor, delta: Tensor, dk: Tensor,
+    dv: Tensor, dq_parts: Tensor,
+) -> None:  # fmt: skip
+    """dk, dv and the parts of dq of the part's rows, which are keys here: M is symmetric."""
+    q, k, v, decay = call[:4]
+    images, heads, tokens, _ = q.shape
+    sizes, splits = block_sizes("decayed_backward", q), dq_parts.shape[0]
+    given = (
+        grad, q, k, v, stats, delta, dk, dv, dq_parts, part.table, tuple(part.table.shape[1:]), decay.log_gamma,
+        call.alpha, decay.prefix_gamma, made_of, call.seed, grad.stride(), q.stride(), k.stride(), v.stride(),
+        dk.stride(), images, heads, part.first_head, part.first_row, cdiv(part.rows, sizes["KEYS"]), tokens,
+        call.scale, call.dropout_p, splits,
+    )  # fmt: skip
+    launch(compiled._backward_keys, part.heads * splits * images, given, **call.constants(), **sizes)
+
+
+def _launch_decay(
+    call: _Call, part: _Part, grad: Tensor, stats: Tensor, delta: Tensor, d_decay: Tensor | None
+) -> Tensor:
+    """Parts of the scalars' gradients, (H, blocks of rows, splits, C + 2), in which the part's are filled in."""
+    q, k, v, decay = call[:4]
+    images, heads, tokens, _ = q.shape
+    curves, axes, patches = decay.positions.shape
+    sizes = block_sizes("decayed_gradients", q)
+    blocks = cdiv(part.rows, sizes["ROWS"])
+    if d_decay is None:
+        splits = _splits(cdiv(tokens, sizes["KEYS"]), part.heads * blocks, 4)
+        d_decay = stats.new_empty(heads, cdiv(tokens, sizes["ROWS"]), splits, curves + 2)
+    splits = d_decay.shape[2]
+    given = (
+        grad, q, k, v, stats, delta, d_decay, part.table, tuple(part.table.shape[1:]), decay.positions,
+        decay.log_gamma, call.alpha, call.seed, grad.stride(), q.stride(), k.stride(), v.stride(), images, heads,
+        part.first_head, part.first_row, blocks, patches, call.scale, call.dropout_p, splits,
+    )  # fmt: skip
+    launch(
+        compiled._backward_decay, part.heads * blocks * splits, given, CURVES=curves,
+        CURVE_COLUMNS=next_power_of_2(curves), AXES=axes, PREFIX=decay.prefix, PRECISION=_precision(q), **sizes,
+    )  # fmt: skip
+    return d_decay
 
 
 def _splits(blocks: int, programs: int, at_most: int) -> int:
@@ -307,7 +368,7 @@ def _forward(
     if not q.numel():
         return outputs(q)
     decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-    return _run_forward(q, k, v, decay, alpha, seed, scale, dropout_p)[:2]
+    return _run_forward(_Call(q, k, v, decay, alpha, seed, scale, dropout_p), _Parts(decay, q))
 
 
 @torch.library.custom_op("hf_sparseprior::decayed_triton_backward", mutates_args=())
@@ -318,7 +379,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
     decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-    return _run_backward(grad, q, k, v, out, stats, decay, alpha, seed, scale, dropout_p, learns_decay)
+    call = _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
+    return _run_backward(call, _Parts(decay, q), grad, out, stats, learns_decay)
 
 
 @_forward.register_fake
@@ -350,15 +412,15 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None = None) -> tu
         grads = gradients(decayed, (q, k, v, *scalars), grad, positions=positions, scale=scale, keep=keep)
         return *grads[:3], None, *grads[3:], *(None,) * 4
     learns_decay = any(ctx.needs_input_grad[4:7])
-    inputs = (grad, q, k, v, out, stats)
-    if ctx.kept is None:
+    if not is_eager(grad):
         dq, dk, dv, d_decay = torch.ops.hf_sparseprior.decayed_triton_backward(
-            *inputs, positions, *scalars, seed, *ctx.options, learns_decay
+            grad, q, k, v, out, stats, positions, *scalars, seed, *ctx.options, learns_decay
         )
     else:
         log_gamma, alpha, prefix_gamma = scalars
         decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-        dq, dk, dv, d_decay = _run_backward(*inputs, decay, alpha, seed, scale, dropout_p, learns_decay, ctx.kept)
+        call = _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
+        dq, dk, dv, d_decay = _run_backward(call, _Parts(decay, q, ctx.kept), grad, out, stats, learns_decay)
     if not learns_decay:
         return dq, dk, dv, *(None,) * 8
     d_prefix = None if scalars[2] is None else d_decay[-2]
@@ -383,15 +445,12 @@ class _Decayed(torch.autograd.Function):
         decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
         learns = any(ctx.needs_input_grad[4:7])
         kept = None if learns else _kept(decay, q, tables)
-        out, stats, table = _run_forward(q, k, v, decay, alpha, seed, scale, dropout_p, kept)
+        parts = _Parts(decay, q, kept)
+        out, stats = _run_forward(_Call(q, k, v, decay, alpha, seed, scale, dropout_p), parts)
         _setup_context(ctx, inputs, (out, stats))
-        if (
-            kept is None
-            and any(ctx.needs_input_grad)
-            and table.shape[0] == decay.heads
-            and table.shape[1] == decay.side
-        ):
+        if kept is None and any(ctx.needs_input_grad) and parts.whole is not None:
             # The backward pass finds it, if there is room.
+            table = parts.whole.table
             kept = DecayTable(table, None) if _fits(q.device, table.nbytes) else None
         ctx.kept = kept
         return out

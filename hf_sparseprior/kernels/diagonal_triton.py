@@ -21,14 +21,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from hf_sparseprior.kernels.calling import is_eager, records
 from hf_sparseprior.kernels.diagonal_triton_backward import _backward_prefix, _backward_rows, _backward_tokens
 from hf_sparseprior.kernels.diagonal_triton_forward import _forward_prefix, _forward_tokens
 from hf_sparseprior.kernels.flop_formulas import register_diagonal_triton
 from hf_sparseprior.kernels.second_derivatives import gradients, on_diagonals
 from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
+from hf_sparseprior.kernels.triton_launch import cdiv, launch
 from hf_sparseprior.kernels.triton_sizes import block_sizes
 
 # Up to so many tokens a layer is one launch: a program for each prefix token goes over all tokens. Of more it would
@@ -74,21 +75,25 @@ def diagonal_attention(
         (B, H, T, D), in memory as (B, T, H, D).
     """
     seed = draw_seed(q, dropout_p)
-    return torch.ops.hf_sparseprior.diagonal_triton(
+    inputs = (
         q, k, v, signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
         num_prefix_tokens, scale, zero_fill, dropout_p,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    if not is_eager(q):
+        return torch.ops.hf_sparseprior.diagonal_triton(*inputs)[0]
+    if records(q, k, v, pair_weights, prefix_weight, self_weight):
+        return _Diagonal.apply(*inputs)
+    return _run_forward(*inputs)[0]
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
+# ---- launches -------------------------------------------------------------------------------------------------------
 
 
 def _floats(q: Tensor, *size: int) -> Tensor:
     return q.new_empty(size, dtype=torch.float32)
 
 
-@torch.library.custom_op("hf_sparseprior::diagonal_triton", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, signed_offsets: Tensor, offset_begin: Tensor, pair_weights: Tensor | None,
     pair_begin: Tensor | None, prefix_weight: Tensor | None, self_weight: Tensor | None, seed: Tensor | None,
     prefix: int, scale: float, zero_fill: bool, dropout_p: float,
@@ -101,21 +106,23 @@ def _forward(
         return out, stats
     v_sum = v.sum(2, dtype=torch.float32) if zero_fill else None
     sizes = block_sizes("diagonal_forward", q)
-    blocks = triton.cdiv(patches, sizes["ROWS"])
+    blocks = cdiv(patches, sizes["ROWS"])
     in_parts = prefix > 0 and tokens > ONE_LAUNCH_TOKENS
     parts = _floats(q, slots, prefix, blocks, width) if in_parts else None
     part_stats = _floats(q, slots, prefix, blocks, 2) if in_parts else None
     strides = (q.stride(), k.stride(), v.stride(), out.stride())
     with torch.cuda.device_of(q):
-        _forward_tokens[(slots * (blocks if in_parts else prefix + blocks),)](
+        tokens_of = (
             q, k, v, out, stats, parts, part_stats, v_sum, signed_offsets, offset_begin, pair_weights, pair_begin,
-            prefix_weight, self_weight, seed, *strides, heads, patches, scale, dropout_p, PREFIX=prefix, **sizes,
+            prefix_weight, self_weight, seed, *strides, heads, patches, scale, dropout_p,
         )  # fmt: skip
+        launch(_forward_tokens, slots * (blocks if in_parts else prefix + blocks), tokens_of, PREFIX=prefix, **sizes)
         if in_parts:
-            _forward_prefix[(slots * prefix,)](
+            prefix_of = (
                 q, k, v, out, stats, parts, part_stats, prefix_weight, seed, *strides, heads, tokens, blocks, scale,
-                dropout_p, PREFIX=prefix, **sizes,
+                dropout_p,
             )  # fmt: skip
+            launch(_forward_prefix, slots * prefix, prefix_of, PREFIX=prefix, **sizes)
     return out, stats
 
 
@@ -127,19 +134,19 @@ def _prepared(
     batch, heads, tokens, width = out.shape
     if not zero_fill and signed_offsets.shape[0] < NEIGHBOURS * heads:
         return None, None, None
-    blocks = triton.cdiv(tokens - prefix, sizes["ROWS"])
+    blocks = cdiv(tokens - prefix, sizes["ROWS"])
     delta = _floats(out, batch, heads, tokens)
     floor = torch.empty_like(delta) if zero_fill else None
     floor_parts = _floats(out, batch, heads, blocks, width) if zero_fill else None
-    _backward_rows[(batch * heads * blocks,)](
+    rows_of = (
         grad, out, stats, delta, floor, floor_parts, signed_offsets, offset_begin, grad.stride(), out.stride(), heads,
-        tokens - prefix, PREFIX=prefix, **sizes,
+        tokens - prefix,
     )  # fmt: skip
+    launch(_backward_rows, batch * heads * blocks, rows_of, PREFIX=prefix, **sizes)
     return delta, floor, None if floor_parts is None else floor_parts.sum(2)
 
 
-@torch.library.custom_op("hf_sparseprior::diagonal_triton_backward", mutates_args=())
-def _backward(
+def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, signed_offsets: Tensor,
     offset_begin: Tensor, pair_weights: Tensor | None, pair_begin: Tensor | None, prefix_weight: Tensor | None,
     self_weight: Tensor | None, seed: Tensor | None, prefix: int, scale: float, zero_fill: bool, dropout_p: float,
@@ -154,7 +161,7 @@ def _backward(
     if slots == 0:
         return dq, dk, dv, d_pairs, d_prefix, d_self
     sizes = block_sizes("diagonal_backward", q)
-    blocks = triton.cdiv(patches, sizes["ROWS"])
+    blocks = cdiv(patches, sizes["ROWS"])
     one_launch = tokens <= ONE_LAUNCH_TOKENS or not prefix
     prefix_parts = None if one_launch else _floats(q, slots, prefix, blocks, 3, width)
     pair_grads = _floats(q, batch, pairs) if decays else None
@@ -163,22 +170,31 @@ def _backward(
     strides = (grad.stride(), q.stride(), k.stride(), v.stride(), out.stride())
     with torch.cuda.device_of(q):
         prepared = _prepared(grad, out, stats, signed_offsets, offset_begin, prefix, zero_fill, sizes)
-        _backward_tokens[(slots * (blocks + prefix * one_launch),)](
+        tokens_of = (
             grad, q, k, v, out, stats, dq, dk, dv, *prepared, prefix_parts, pair_grads, by_prefix, by_self,
             signed_offsets, offset_begin, pair_weights, pair_begin, prefix_weight, self_weight, seed,
-            *strides, heads, patches, pairs, scale, dropout_p, ONE_LAUNCH=one_launch, PREFIX=prefix, **sizes,
+            *strides, heads, patches, pairs, scale, dropout_p,
         )  # fmt: skip
+        programs = slots * (blocks + prefix * one_launch)
+        launch(_backward_tokens, programs, tokens_of, ONE_LAUNCH=one_launch, PREFIX=prefix, **sizes)
         if not one_launch:
-            _backward_prefix[(slots * prefix,)](
+            prefix_of = (
                 grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, by_prefix, prefix_weight, seed, *strides, heads,
-                tokens, blocks, scale, dropout_p, PREFIX=prefix, **sizes,
+                tokens, blocks, scale, dropout_p,
             )  # fmt: skip
+            launch(_backward_prefix, slots * prefix, prefix_of, PREFIX=prefix, **sizes)
     if pair_grads is not None:
         none = q.new_zeros(heads, dtype=torch.float32)
         d_pairs = pair_grads.sum(0)
         d_prefix = none if by_prefix is None else by_prefix[..., : prefix if one_launch else None].sum((0, 2))
         d_self = none if by_self is None else by_self.sum((0, 2))
     return dq, dk, dv, d_pairs, d_prefix, d_self
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+_forward = torch.library.custom_op("hf_sparseprior::diagonal_triton", _run_forward, mutates_args=())
+_backward = torch.library.custom_op("hf_sparseprior::diagonal_triton_backward", _run_backward, mutates_args=())
 
 
 @_forward.register_fake
@@ -200,7 +216,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None = None) -> tuple:
     if grad is None:
         return (None,) * 14
     q, k, v, *tables, out, stats = ctx.saved_tensors
@@ -213,12 +229,25 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple:
             keep=kept_pairs(q, seed, dropout_p),
         )  # fmt: skip
         return *grads[:3], None, None, grads[3], None, *grads[4:], *(None,) * 5
-    dq, dk, dv, *d_weights = torch.ops.hf_sparseprior.diagonal_triton_backward(
-        grad, q, k, v, out, stats, *tables, *ctx.options
-    )
+    run = _run_backward if is_eager(grad) else torch.ops.hf_sparseprior.diagonal_triton_backward
+    dq, dk, dv, *d_weights = run(grad, q, k, v, out, stats, *tables, *ctx.options)
     d_pairs, d_prefix, d_self = d_weights if tables[2] is not None else (None, None, None)
     return dq, dk, dv, None, None, d_pairs, None, d_prefix, d_self, *(None,) * 5
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 register_diagonal_triton()
+
+
+class _Diagonal(torch.autograd.Function):
+    """The operator without its dispatcher, which takes longer than the kernels of a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        out, stats = _run_forward(*inputs)
+        _setup_context(ctx, inputs, (out, stats))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple:
+        return _differentiate(ctx, grad)

@@ -17,6 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_sparseprior.kernels.triton_launch import next_power_of_2
+
 # No GPU chose the defaults. They follow from the compiler's report for compute capability 9.0 (`python -m
 # tasks.benchmark gpu --count`).
 #
@@ -78,7 +80,7 @@ def block_sizes(kernel: str, q: Tensor) -> Sizes:
         q: (B, H, T, D), of which dtype, head width and device count.
     """
     width = q.shape[-1]
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     if kernel not in DIAGONAL:
         columns = max(16, columns)  # tl.dot takes 16 or more
     chosen = default_sizes(kernel, q.element_size(), columns)
@@ -105,6 +107,7 @@ def entry_key(kernel: str, element_size: int, columns: int) -> str:
     return f"{kernel} {element_size} {columns}"
 
 
+@functools.cache
 def device_key(device: torch.device) -> str | None:
     """What a table is made for: the device's name and Triton's version; None if it is not CUDA."""
     if device.type != "cuda":
