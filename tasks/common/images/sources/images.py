@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.cli.image_files import PassedOver, TooDeep, decode_image
+from hf_sparseprior.cli.image_files import HIDDEN, PassedOver, TooDeep, decode_image, is_hidden
 from tasks.common.command import short, shown
 from tasks.common.images.config import SPLITS, DataConfig, Decoding
 
@@ -223,8 +223,13 @@ def _list(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def split_files(root: Path, ending: str, config: DataConfig) -> dict[str, list[str]]:
-    """The files of each split in a folder: NAME.ending, NAME-00000-of-00005.ending, NAME_1.ending, ..."""
+def split_files(
+    root: Path, ending: str, config: DataConfig, passed_over: PassedOver | None = None
+) -> dict[str, list[str]]:
+    """The files of each split in a folder: NAME.ending, NAME-00000-of-00005.ending, NAME_1.ending, ...
+
+    `passed_over` counts those of no split.
+    """
     files = sorted(root.glob(f"*{ending}"))
     named: dict[str, list[str]] = {}
     for name in config.splits.values() if config.splits else sum(SPLIT_NAMES.values(), ()):
@@ -234,7 +239,12 @@ def split_files(root: Path, ending: str, config: DataConfig) -> dict[str, list[s
             named[name] = own
     if not named:
         raise ValueError(f"{root} has no {config.splits['train'] if config.splits else 'train'}*{ending}")
-    return {split: named[name] for split, name in pick_splits(named, config, str(root)).items()}
+    chosen = {split: named[name] for split, name in pick_splits(named, config, str(root)).items()}
+    used = {name for own in chosen.values() for name in own}
+    for file in files if passed_over is not None else ():
+        if str(file) not in used:
+            passed_over.add(HIDDEN if is_hidden(file.name) else "file of no split", str(file))
+    return chosen
 
 
 def read_classes(path: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.cli.image_files import PassedOver
 from tasks.common.command import short, shown
 from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.sources.images import (
@@ -48,16 +49,19 @@ HUB_TIMEOUT = 5
 def read_parquet(config: DataConfig) -> ImageData:
     """A folder of train*.parquet, and validation*.parquet and test*.parquet where there are any."""
     root = data_folder(config)
-    files = split_files(root, ".parquet", config)
+    passed_over = PassedOver()
+    files = split_files(root, ".parquet", config, passed_over)
     tables = _load(f"{root}: the parquet files", "parquet", data_files=files)
     _check_parquet(files, root)
-    return _tables_data(tables, config, str(root), f"parquet in {root.name}")
+    return _tables_data(tables, config, str(root), f"parquet in {root.name}", passed_over)
 
 
 def read_arrow(config: DataConfig) -> ImageData:
     """A folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or of train*.arrow, validation*.arrow, ..."""
     root = data_folder(config)
-    return _tables_data(arrow_tables(root, config), config, str(root), f"arrow in {root.name}")
+    passed_over = PassedOver()
+    tables = arrow_tables(root, config, passed_over)
+    return _tables_data(tables, config, str(root), f"arrow in {root.name}", passed_over)
 
 
 def read_hub(config: DataConfig) -> ImageData:
@@ -104,7 +108,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def arrow_tables(root: Path, config: DataConfig) -> dict[str, Any]:
+def arrow_tables(root: Path, config: DataConfig, passed_over: PassedOver | None = None) -> dict[str, Any]:
     """The memory-mapped table of each split of a folder of arrow files."""
     from datasets import Dataset, concatenate_datasets, load_from_disk
 
@@ -115,7 +119,7 @@ def arrow_tables(root: Path, config: DataConfig) -> dict[str, Any]:
             return {"train": load_from_disk(str(root))}
         return {
             split: concatenate_datasets([Dataset.from_file(file) for file in files])
-            for split, files in split_files(root, ".arrow", config).items()
+            for split, files in split_files(root, ".arrow", config, passed_over).items()
         }
     except (ValueError, OSError) as error:
         if str(root) in str(error) and len(str(error).splitlines()) == 1:
@@ -127,7 +131,9 @@ def _pick_tables(tables: Mapping[str, Any], config: DataConfig, where: str) -> d
     return {split: tables[name] for split, name in pick_splits(list(tables), config, where).items()}
 
 
-def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, title: str) -> ImageData:
+def _tables_data(
+    tables: Mapping[str, Any], config: DataConfig, where: str, title: str, passed_over: PassedOver | None = None
+) -> ImageData:
     from datasets import Image
 
     check_classes({split: table.features for split, table in tables.items()}, where)
@@ -153,7 +159,7 @@ def _tables_data(tables: Mapping[str, Any], config: DataConfig, where: str, titl
             _stamper(rows, image, config.decoding),
             boxes=partial(_read_value, table, BOX_COLUMN) if BOX_COLUMN in table.column_names else None,
         )
-    return ImageData(splits, classes, f"{title} ({counts(splits)})")
+    return ImageData(splits, classes, f"{title} ({counts(splits)})", passed_over or PassedOver())
 
 
 def check_places(column: Any, config: DataConfig, where: str) -> None:

@@ -5,6 +5,7 @@ import gzip
 import io
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -553,6 +554,21 @@ def test_validation_parquet_is_read_once(tmp_path):
         table.to_parquet(tmp_path / f"{split}.parquet")
     data = READERS["parquet"](DataConfig(source="parquet", path=str(tmp_path)))
     assert {split: len(images) for split, images in data.splits.items()} == {"train": 6, "validation": 4}
+
+
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+def test_tables_of_no_split_are_counted(source, write, tmp_path):
+    config, _ = write(source)
+    root = Path(config.path)
+    if source == "arrow":
+        for name in ("train", "test"):
+            shutil.copy(next((root / name).glob("*.arrow")), tmp_path / f"{name}.arrow")
+        root = tmp_path
+    some = next(root.glob(f"train*.{source}"))
+    for name in ("extra", "trains", ".train"):
+        shutil.copy(some, root / f"{name}.{source}")
+    line = READERS[source](DataConfig(source=source, path=str(root))).passed_over.line()
+    assert line == f"left out: 1 hidden ({root}/.train.{source}), 2 file of no split ({root}/extra.{source})"
 
 
 @pytest.mark.parametrize("source", ["parquet", "arrow"])
