@@ -31,6 +31,10 @@ PREDICTED_MODELS = (
     "swin_tiny fibottention+violin 224x4",
     "convit_tiny bigbird 288x2",
 )
+# Of gpu, besides: scaled_dot_product_attention by one of its kernels.
+SDPA_KERNELS = ("flash", "cudnn")
+QUICK_CONTENDERS = ("triton", *SDPA_KERNELS)  # of gpu --quick, next to what the library does
+MINUTES, MINUTES_OF_ALL = 4.0, 7.0  # of gpu --quick and --models, and of gpu without them
 DEPLOYED = ("torch", "onnx", "openvino")
 RIVALS = {
     "dense": "dense attention",
@@ -169,12 +173,19 @@ def training_loop(parser: argparse.ArgumentParser) -> None:
 
 def gpu(parser: argparse.ArgumentParser) -> None:
     """Options of `gpu`."""
-    parser.add_argument("--count", action="store_true", help="count bytes, launches and registers; needs no GPU")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--quick", action="store_true", help="correctness, same bits, kernels, the host's time of a call"
+    )
+    modes.add_argument("--models", action="store_true", help="whole models, eager, compiled and in CUDA graphs")
+    modes.add_argument("--count", action="store_true", help="count bytes, launches and registers; needs no GPU")
+    minutes = f"start nothing after so many; default: {MINUTES:g} with --quick or --models, else {MINUTES_OF_ALL:g}"
+    parser.add_argument("--minutes", type=float, help=minutes)
     parser.add_argument("--cases", nargs="+", choices=COUNTED, default=list(COUNTED), help="of --count")
     parser.add_argument("--tokens", type=int, nargs="+", help="patch tokens, square numbers")
     parser.add_argument("--batch", type=int, help=f"default by tokens: {BATCHES}")
-    parser.add_argument("--contenders", nargs="+", choices=GPU_CONTENDERS, default=list(GPU_CONTENDERS))
-    parser.add_argument("--no-models", dest="models", action="store_false", help="operators only")
+    names = (*GPU_CONTENDERS, *SDPA_KERNELS)
+    parser.add_argument("--contenders", nargs="+", choices=names, default=list(names))
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="of the copy that times are compared with")
 
 
@@ -194,7 +205,7 @@ ENTRIES: dict[str, Entry] = {
     "gpu": (
         "the Triton kernels: checked, tuned, timed; --count needs no GPU",
         gpu,
-        {"rounds": 15, "for_seconds": 420.0, "device": "cuda", "dtype": "bfloat16"},
+        {"rounds": 15, "seconds": 5.0, "device": "cuda", "dtype": "bfloat16"},
     ),
     "chooser": ("which backend is chosen, and which is the fastest", chooser, {"rounds": 15, "seconds": 10.0}),
     "predicted": ("what `explain --time` predicts, and what is measured", predicted, {"rounds": 10, "seconds": 10.0}),

@@ -45,6 +45,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     layout: str = "projection"
     device: torch.device = CPU
+    frozen: bool = False  # a decay that does not learn
 
 
 class Size(NamedTuple):
@@ -68,7 +69,9 @@ class Problem:
     @property
     def leaves(self) -> list[Tensor]:
         """The tensors that get gradients: q, k, v and the learned scalars of the decay."""
-        return [self.q, self.k, self.v, *(value for value in (self.decay or {}).values() if isinstance(value, Tensor))]
+        scalars = [value for value in (self.decay or {}).values() if isinstance(value, Tensor)]
+        # Where nothing gets a gradient all are leaves.
+        return [self.q, self.k, self.v, *(x for x in scalars if x.requires_grad or not self.q.requires_grad)]
 
 
 def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> Problem:
@@ -98,7 +101,7 @@ def make_problem(setting: Setting, size: Size, trains: bool, seed: int = 0) -> P
     if settings is not None:
         torch.manual_seed(seed)
         module = make_decay(settings, setting.heads)
-        decay = module.to(setting.device).requires_grad_(trains)()
+        decay = module.to(setting.device).requires_grad_(trains and not setting.frozen)()
     q, k, v = (x.detach().requires_grad_(trains) for x in (q, k, v))
     return Problem(plan, q, k, v, grad_out, decay)
 

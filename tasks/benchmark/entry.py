@@ -88,6 +88,7 @@ class Target:
     """A limit of rows of the table: their ratio to a base at most; at least how many times faster, if `faster`.
 
     where: which rows. value: "times" or "memory_times". among: contenders; (): all. fastest: only the best of them.
+    says: the limit in words, where it is no ratio.
     """
 
     where: Mapping[str, Any]
@@ -97,6 +98,7 @@ class Target:
     faster: bool = False
     among: tuple[str, ...] = ()
     fastest: bool = False
+    says: str = ""
 
     def reached(self, rows: Sequence[Row]) -> dict[str, float]:
         """What contenders have, by name and size."""
@@ -124,7 +126,7 @@ class Benchmark:
     name: as the command line has it. keys: what makes a case this one; the last one is the contender. same: settings
     that all measurements of a folder share, besides those of the machine. bases: contenders that ratios are to. size:
     the key on the picture's x axis; "" draws a bar for each row. by_base: whether the picture has ratios to the first
-    base.
+    base. one_cpu: whether all measurements of a folder are of one CPU.
     """
 
     name: str
@@ -134,9 +136,14 @@ class Benchmark:
     bases: tuple[str, ...] = ()
     size: str = ""
     by_base: bool = True
+    one_cpu: bool = True
     columns: dict[str, Callable[[Row], str]] = field(default_factory=dict)
     only_these_columns: bool = False
     bar: tuple[str, Callable[[Row], float | None]] | None = None  # what a bar is, and its length
+
+    def variant(self, arguments: argparse.Namespace) -> Benchmark:
+        """The entry that options ask for instead of this one."""
+        return self
 
     def check(self, arguments: argparse.Namespace) -> None:
         """Raise ValueError for options that are not allowed, before anything is measured."""
@@ -159,6 +166,10 @@ class Benchmark:
     def instead(self, arguments: argparse.Namespace) -> Callable[[], None] | None:
         """What options ask for instead of measurements; None if they do not."""
         return None
+
+    def shown(self, records: Sequence[Case], settings: Mapping[str, Any]) -> Sequence[Case]:
+        """The records that the table is made of."""
+        return records
 
     def complete_all(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add to the rows of the table what depends on several."""

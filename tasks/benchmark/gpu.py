@@ -1,10 +1,15 @@
 """Attention and whole models on a CUDA GPU.
 
-It checks the Triton kernels against `reference` in float64, and replayed from a CUDA graph; a wrong kernel is not
-timed, and the command ends with status 1. It tries sizes of a block and keeps the fastest in the user's cache
-(`hf_sparseprior.kernels.triton_sizes`). Then it times a copy, operators, and models; contenders take turns. The table
-has times in copies (read q, k, v and write the output once, at the bandwidth that a copy of --copy-bytes reaches).
-Nothing begins after --for-seconds; the same command goes on then.
+It checks the Triton kernels against `reference` in float64, and that two calls and a CUDA graph give the same bits; a
+wrong kernel is not timed, and the command ends with status 1. It tries sizes of a block and keeps the fastest in the
+user's cache (`hf_sparseprior.kernels.triton_sizes`). Then it times a copy and operators; contenders take turns. The
+table has times in copies (read q, k, v and write the output once, at the bandwidth that a copy of --copy-bytes
+reaches). Nothing begins after --minutes; the same command goes on then.
+
+--quick: correctness, the same bits, the kernels next to flash attention, and the host's time of a call.
+--models: whole models, eager, compiled and in CUDA graphs.
+Both have a folder in --out for each device, versions and source of the kernels, so measurements of other kernels are
+not mixed; what was not reached stands in the table as "not measured".
 
 --count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory.
 """
@@ -12,6 +17,7 @@ Nothing begins after --for-seconds; the same command goes on then.
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,11 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
-from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.resolved import DecayTensors
 from hf_sparseprior.kernels import triton_sizes
@@ -31,10 +38,17 @@ from hf_sparseprior.patterns.decay import make_decay
 from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
 from tasks.benchmark import gpu_count, gpu_report, gpu_tune, report
-from tasks.benchmark.commands import BATCHES
-from tasks.benchmark.contenders import DENSE, Contender, Setting, Size, contenders, make_problem, timed_call
+from tasks.benchmark.commands import BATCHES, MINUTES_OF_ALL
+from tasks.benchmark.contenders import (
+    DENSE,
+    Contender,
+    Setting,
+    Size,
+    contenders,
+    make_problem,
+    timed_call,
+)
 from tasks.benchmark.entry import Benchmark, Case, Row, Session, Target, WrongOutput
-from tasks.benchmark.model_contenders import forced_backend, preset_config
 from tasks.benchmark.timing import Call, SetUp, interleave, measure, spread
 from tasks.common.environment import command_line, environment
 from tasks.common.results import write_results
@@ -53,12 +67,8 @@ LARGEST_PAIRS = 20000  # patches: what forms all pairs in memory is not asked to
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 WINDOWS = ("flash_window", "flex_window", "natten")
 FORWARD, BOTH = "forward", "forward and backward"
-CHECK, GRAPHS, TUNE, COPY = "check", "CUDA graphs", "block sizes", "copy"
-# Preset, pixels, images, prior, passes.
-MODELS: tuple[tuple[str, int, int, Any, tuple[str, ...]], ...] = (
-    ("vit_small", 1024, 8, {"support": FIBOTTENTION}, ("training step",)),
-    ("vit_base", 224, 128, {"decay": VIOLIN}, ("inference", "training step")),
-)
+CHECK, BITS, TUNE, COPY = "check", "same bits", "block sizes", "copy"
+FLASH = "flash"
 # The project's targets on an H200 in bfloat16: times of a copy, from and to these numbers of tokens; times of flash
 # attention.
 COPIES, COPIES_FROM, COPIES_TO, DENSE_TIMES = 1.5, 4096, 65536, 1.15
@@ -100,9 +110,26 @@ def triton_call(plan: AttentionPlan, inputs: list[Tensor], trains: bool) -> Call
     def call() -> Any:
         with torch.set_grad_enabled(trains):
             out = run_plan(AttentionRequest(q, k, v, plan, decay), backend="triton")[0]
-        return torch.autograd.grad(out, [*leaves, *scalars], gradient) if trains else out
+        return (out.detach(), *torch.autograd.grad(out, [*leaves, *scalars], gradient)) if trains else out
 
     return call
+
+
+def _forced(backend: SDPBackend) -> Contender:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return Contender(f"{backend} over all pairs", lambda problem, trains: None, lambda problem: attend, dense=True)
+
+
+# scaled_dot_product_attention by one of its kernels.
+FORCED = {FLASH: _forced(SDPBackend.FLASH_ATTENTION), "cudnn": _forced(SDPBackend.CUDNN_ATTENTION)}
+
+
+def gpu_contenders() -> dict[str, Contender]:
+    """Those of `attention`, and the kernels of scaled_dot_product_attention one by one."""
+    return {**contenders(), **FORCED}
 
 
 def any_error(set_up: SetUp) -> SetUp:
@@ -127,7 +154,7 @@ def error_text(error: BaseException) -> str:
 def fitting(names: Sequence[str], decay: Any, tokens: int) -> list[str]:
     """The contenders that are for this part: with a decay those over all pairs, otherwise those over a support."""
     if decay is not None:
-        return [name for name in names if name in ("triton", DENSE, "reference")]
+        return [name for name in names if name in ("triton", DENSE, *FORCED, "reference")]
     # A mask of all pairs of so many patches and heads does not fit.
     unable = ("reference", *(("sdpa", "flex") if tokens > LARGEST_PAIRS else ()))
     return [name for name in names if name not in unable]
@@ -146,35 +173,6 @@ def operator(contender: Contender, setting: Setting, size: Size, trains: bool) -
         if reason := contender.can_run(problem, trains):
             raise RuntimeError(reason)
         return timed_call(problem, contender, trains)
-
-    return any_error(set_up)
-
-
-def model_call(preset: str, prior: Any, pixels: int, images: int, trains: bool, arguments: argparse.Namespace) -> SetUp:
-    """Set-up of a whole model under autocast: inference, or a step with AdamW; dense on flash attention, a prior on the
-    Triton kernels.
-    """
-    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
-
-    def set_up() -> Call:
-        model = preset_family(preset).classifier(preset_config(preset, pixels, prior)).to(device).train(trains)
-        drawn = torch.randn(images, 3, pixels, pixels, device=device)
-        labels = torch.randint(model.config.num_labels, (images,), device=device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
-
-        def run() -> None:
-            with forced_backend("sdpa" if prior == "dense" else "triton"):
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    if not trains:
-                        with torch.inference_mode():
-                            model(drawn)
-                        return
-                    loss = model(drawn, labels=labels).loss
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return run
 
     return any_error(set_up)
 
@@ -206,26 +204,67 @@ def check(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, fl
     return worst
 
 
-def check_graph(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Forward and backward replayed from a CUDA graph, for each setting the largest difference from a plain call: 0."""
-    worst = {}
-    cases = [("support", FIBOTTENTION, None), ("support, violin", FIBOTTENTION, VIOLIN), ("violin", "dense", VIOLIN)]
-    for name, support, decay in cases:
+def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A call as a CUDA graph, and the tensors that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        written = call()
+    graph.instantiate()
+    return graph, written
+
+
+def launches_of(graph: torch.cuda.CUDAGraph) -> int | None:
+    """Kernels, copies and fills in a captured graph; None if the driver does not say."""
+    count = ctypes.c_size_t()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        status = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    except (OSError, AttributeError):
+        return None
+    return count.value if status == 0 else None
+
+
+BIT_CASES: dict[str, tuple[Any, Any]] = {
+    "support": (FIBOTTENTION, None),
+    "support, zero fill": ({**FIBOTTENTION, "mask_fill": "zero"}, None),
+    "support, violin": (FIBOTTENTION, VIOLIN),
+    "violin": ("dense", VIOLIN),
+}
+
+
+def same_bits(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """How many elements of two calls, and on CUDA of a call and replays of its graph, differ in a bit: 0.
+
+    Forward and backward of each of `BIT_CASES`. Every sum of the kernels has a fixed order, so nothing may differ.
+    """
+    differing: dict[str, float] = {}
+    for name, (support, decay) in BIT_CASES.items():
         plan, inputs = make_plan(support, decay, tokens), make_inputs(2, tokens, dtype, device)
         run: Callable[[], Any] = triton_call(plan, inputs, trains=True)
         expected = [x.clone() for x in run()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = run()
-        graph.replay()
-        torch.cuda.synchronize()
-        worst[name] = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    return worst
+        found = {"two calls": run()}
+        if device.type == "cuda":
+            graph, written = captured(run)
+            for replay in ("graph and call", "second replay and call"):
+                graph.replay()
+                torch.cuda.synchronize()
+                found[replay] = [x.clone() for x in written]
+        for pair, tensors in found.items():
+            counts = [differing_elements(a, b) for a, b in zip(tensors, expected, strict=True)]
+            differing[f"{name}, forward, {pair}"] = counts[0]
+            differing[f"{name}, backward, {pair}"] = sum(counts[1:])
+    return differing
+
+
+def differing_elements(first: Tensor, second: Tensor) -> int:
+    """How many elements of two tensors do not have the same bits."""
+    bits = [x.contiguous().view(torch.uint8).view(*x.shape, x.element_size()) for x in (first, second)]
+    return int((bits[0] != bits[1]).any(-1).sum())
 
 
 def tune_blocks(session: Session) -> dict[str, dict[str, Any]]:
@@ -257,12 +296,21 @@ class Gpu(Benchmark):
     """The entry."""
 
     def check(self, arguments: argparse.Namespace) -> None:
-        """--tokens."""
+        """--tokens, --minutes."""
         report.check_positive(rounds=arguments.rounds)
+        limit_time(arguments, MINUTES_OF_ALL)
         arguments.tokens = arguments.tokens or list(BATCHES)
         for tokens in arguments.tokens:
             if tokens < 1 or int(tokens**0.5) ** 2 != tokens:
                 raise ValueError(f"--tokens {tokens} must be a square number, 1 or more")
+
+    def variant(self, arguments: argparse.Namespace) -> Benchmark:
+        """--quick, --models."""
+        if not (arguments.quick or arguments.models):
+            return self
+        from tasks.benchmark import gpu_models, gpu_quick  # which need this module
+
+        return gpu_quick.BENCHMARK if arguments.quick else gpu_models.BENCHMARK
 
     def instead(self, arguments: argparse.Namespace) -> Callable[[], None] | None:
         """--count."""
@@ -273,13 +321,13 @@ class Gpu(Benchmark):
         return partial(count_only, arguments)
 
     def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
-        """Checks, sizes of blocks, the copy, operators, models. Forward passes come first: targets are about them."""
+        """Checks, sizes of blocks, the copy, operators. Forward passes come first: targets are about them."""
         smallest = min(arguments.tokens)
         size = {"tokens": smallest, "batch": 2, "pass": BOTH}
         for dtype in dict.fromkeys(("float32", arguments.dtype)):
             yield [{"part": f"{CHECK} {dtype}", **size, "contender": "triton"}]
         if arguments.device == "cuda":
-            yield from ([{"part": part, **size, "contender": "triton"}] for part in (GRAPHS, TUNE))
+            yield from ([{"part": part, **size, "contender": "triton"}] for part in (BITS, TUNE))
         yield [{"part": COPY, "tokens": 0, "batch": 1, "pass": FORWARD, "contender": COPY}]
         for key in (FORWARD, BOTH):
             for tokens in arguments.tokens:
@@ -287,10 +335,6 @@ class Gpu(Benchmark):
                     size = {"tokens": tokens, "batch": arguments.batch or BATCHES.get(tokens, 8), "pass": key}
                     names = fitting(arguments.contenders, decay, tokens)
                     yield [{"part": part, **size, "contender": name} for name in names]
-        for preset, pixels, images, _, passes in MODELS if arguments.models else ():
-            for key in passes:
-                size = {"tokens": (pixels // 16) ** 2, "batch": images, "pass": key}
-                yield [{"part": f"{preset} {pixels} px", **size, "contender": name} for name in (DENSE, "triton")]
 
     def measure(self, cases: list[Case], session: Session) -> list[Case]:
         """A step; one that fails leaves the reason.
@@ -310,43 +354,28 @@ class Gpu(Benchmark):
 
     def step(self, cases: list[Case], session: Session) -> list[Case]:
         """`measure`, with its errors."""
-        arguments, (case, *_) = session.arguments, cases
+        case = cases[0]
         part, tokens, batch, trains = case["part"], case["tokens"], case["batch"], case["pass"] != FORWARD
         if part.startswith(CHECK):
             name = part.removeprefix(f"{CHECK} ")
             return [{**case, "checked": right(check(tokens, getattr(torch, name), session.device), TOLERANCE[name])}]
-        if part == GRAPHS:
-            return [{**case, "checked": right(check_graph(tokens, session.dtype, session.device), 0.0)}]
+        if part == BITS:
+            return [{**case, "checked": right(same_bits(tokens, session.dtype, session.device), 0.0)}]
         if part == TUNE:
             return [{**case, "tuned": tune_blocks(session)}]
         if part == COPY:
-            source = torch.empty(arguments.copy_bytes, dtype=torch.uint8, device=session.device).random_(256)
-            target = torch.empty_like(source)
-            seconds = interleave({COPY: lambda: target.copy_(source)}, session.device, arguments.seconds, 9)[COPY]
-            return [{**case, "bytes": 2 * arguments.copy_bytes, "seconds": seconds}]
-        if part in PARTS:
-            support, decay = PARTS[part]
-            setting = Setting(HEADS, WIDTH, support, decay, PREFIX, session.dtype, device=session.device)
-            known = contenders()
-            set_ups = {own["contender"]: operator(known[own["contender"]], setting, Size(tokens, batch), trains)
-                       for own in cases}  # fmt: skip
-            size = 4 * batch * (tokens + PREFIX) * HEADS * WIDTH * session.dtype.itemsize
-            return [{**own, "bytes": size} for own in session.in_turns(cases, set_ups)]
-        preset, pixels, images, prior, _ = next(own for own in MODELS if part == f"{own[0]} {own[1]} px")
-        trains = case["pass"] == "training step"
-        priors = {DENSE: "dense", "triton": prior}
-        set_ups = {name: model_call(preset, own, pixels, images, trains, arguments) for name, own in priors.items()}
-        return session.in_turns(cases, set_ups)
+            return [{**case, **copy_seconds(session)}]
+        support, decay = PARTS[part]
+        setting = Setting(HEADS, WIDTH, support, decay, PREFIX, session.dtype, device=session.device)
+        known = gpu_contenders()
+        set_ups = {own["contender"]: operator(known[own["contender"]], setting, Size(tokens, batch), trains)
+                   for own in cases}  # fmt: skip
+        size = copied_bytes(tokens, batch, session.dtype)
+        return [{**own, "bytes": size} for own in session.in_turns(cases, set_ups)]
 
     def complete_all(self, rows: Sequence[dict[str, Any]]) -> None:
         """Forward passes in copies."""
-        copy = next((row for row in rows if row["part"] == COPY and "seconds" in row), None)
-        if copy is None:
-            return
-        for row in rows:
-            if row["part"] in PARTS and row["pass"] == FORWARD and "seconds" in row:
-                bound = row["records"][0]["bytes"] * copy["seconds"]["median"] / copy["records"][0]["bytes"]
-                row["times"][COPY] = {key: row["seconds"][key] / bound for key in ("median", "lower", "upper")}
+        add_copies(rows)
 
     def targets(self, settings: Mapping[str, Any]) -> Iterable[Target]:
         """Of copies, and of VIOLIN next to flash attention."""
@@ -382,8 +411,48 @@ def right(found: dict[str, float], tolerance: float) -> dict[str, float]:
     """
     for what, error in found.items():
         if not error <= tolerance:
-            raise WrongOutput(f"WRONG {what}: relative difference {error:.1e}")
+            raise WrongOutput(f"WRONG {what}: {error:.1e}, allowed {tolerance:.0e}")
     return found
+
+
+def limit_time(arguments: argparse.Namespace, minutes: float) -> None:
+    """--minutes as the runner's --for-seconds; without either, `minutes`.
+
+    Raises:
+        ValueError: for both, or a time that is not above 0.
+    """
+    if arguments.for_seconds is not None and arguments.minutes is not None:
+        raise ValueError(f"--for-seconds {arguments.for_seconds:g}: --minutes {arguments.minutes:g} says it already")
+    if arguments.for_seconds is None:
+        given = minutes if arguments.minutes is None else arguments.minutes
+        report.check_positive(minutes=given)
+        arguments.for_seconds = 60 * given
+
+
+def copied_bytes(tokens: int, batch: int, dtype: torch.dtype) -> int:
+    """What a layer reads and writes at least: q, k, v and the output."""
+    return 4 * batch * (tokens + PREFIX) * HEADS * WIDTH * dtype.itemsize
+
+
+def copy_seconds(session: Session) -> Case:
+    """A copy of --copy-bytes, timed."""
+    source = torch.empty(session.arguments.copy_bytes, dtype=torch.uint8, device=session.device).random_(256)
+    target = torch.empty_like(source)
+    copy = {COPY: lambda: target.copy_(source)}
+    seconds = interleave(copy, session.device, session.arguments.seconds, 9)[COPY]
+    return {"bytes": 2 * session.arguments.copy_bytes, "seconds": seconds}
+
+
+def add_copies(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to forward passes their time in copies."""
+    copy = next((row for row in rows if row["part"] == COPY and "seconds" in row), None)
+    if copy is None:
+        return
+    for row in rows:
+        size = row["records"][0].get("bytes")
+        if size and row["part"] != COPY and row["pass"] == FORWARD and "seconds" in row:
+            bound = size * copy["seconds"]["median"] / copy["records"][0]["bytes"]
+            row["times"][COPY] = {key: row["seconds"][key] / bound for key in ("median", "lower", "upper")}
 
 
 def count_only(arguments: argparse.Namespace) -> None:

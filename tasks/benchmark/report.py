@@ -29,6 +29,7 @@ COLOURS = ("#2a7f9e", "#7a9e3f", "#8e5ea2", "#d9a441", "#4b6a53", "#b0578d", "#5
 # Environment variables that change times: of the C library, OpenMP and this library.
 VARIABLES = ("GLIBC_", "MALLOC_", "LD_PRELOAD", "OMP_", "KMP_", "GOMP_", "MKL_", "SPARSEPRIOR_")
 MARKERS = "s^vPX*<"
+NOT_MEASURED = "not measured"
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def rounds_of(records: Iterable[Case]) -> dict[int, float]:
     for record in records:
         seconds = record.get("seconds", [])
         if isinstance(seconds, list):
-            found |= dict(enumerate(seconds))
+            found |= dict(enumerate(seconds, record.get("round", 0)))
         elif "failed" not in record:
             found[record["round"]] = seconds
     return found
@@ -260,13 +261,14 @@ def targets_text(benchmark: Benchmark, rows: Sequence[Row], settings: Mapping[st
         what = {"times": "time", "memory_times": "memory"}[target.value]
         limit = f"at least {target.limit:g} times as fast as {target.base}"
         limit = limit if target.faster else f"{what} at most {target.limit:.3g} times {target.base}"
+        limit = target.says or limit
         reached = target.reached(rows)
         cells += [
             [limit, name, digits(value), "met" if target.is_met(value) else "MISSED"] for name, value in reached.items()
         ]
         if not reached:
             cells.append(
-                [limit, " ".join(map(key_text, (*target.where.values(), *target.among[:1]))), "not measured", ""]
+                [limit, " ".join(map(key_text, (*target.where.values(), *target.among[:1]))), NOT_MEASURED, ""]
             )
     return markdown_table(["target", "for", "measured", ""], cells) if cells else ""
 
@@ -303,7 +305,7 @@ def crossover(line: Sequence[tuple[int, float]]) -> float | None:
 def write_report(benchmark: Benchmark, out: Path, content: Mapping[str, Any]) -> None:
     """OUT/table.md and OUT/picture.png of all measurements, and the table printed."""
     records, settings = content["measured"], content["settings"]
-    rows = summary(benchmark, records)
+    rows = summary(benchmark, benchmark.shown(records, settings))
     threads = settings.get("threads") or content["hardware"]["cpu_threads"]
     hardware = {**content["hardware"], "cpu_threads": threads}
     where = machine({"hardware": hardware}, settings.get("device", "cpu"))
@@ -312,7 +314,8 @@ def write_report(benchmark: Benchmark, out: Path, content: Mapping[str, Any]) ->
     parts += [benchmark.notes(rows, records, settings), "\n".join(f"- {line}" for line in crossovers(benchmark, rows))]
     text = "\n\n".join(filter(None, parts))
     write_text(out / "table.md", f"{heading}\n\n{text}\n")
-    picture = draw(benchmark, rows, out / f"{benchmark.name}.png", heading)
+    measured = [row for row in rows if row.get("failed") != NOT_MEASURED]
+    picture = draw(benchmark, measured, out / f"{benchmark.name}.png", heading)
     print(f"\n{text}\n\n{out / 'table.md'}, {picture}")
 
 
@@ -324,6 +327,8 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path, heading: str) ->
     if not benchmark.size:
         return draw_bars(benchmark, rows, path, heading)
     plt = pyplot()
+    timed = [row for row in rows if "seconds" in row or any(own.get("predicted") for own in row["records"])]
+    rows = [row for row in timed if row[benchmark.size]] or rows
     others = [key for key in benchmark.keys[:-1] if key != benchmark.size and not benchmark.goes_with_size(key)]
     panels = list(dict.fromkeys(tuple(row[key] for key in others) for row in rows))
     columns = min(3, len(panels))

@@ -61,6 +61,7 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> bool:
         RunStopped: after SIGTERM.
     """
     transformers_logging.set_verbosity_error()
+    benchmark = benchmark.variant(arguments)
     if arguments.base is not None:
         benchmark = revision.compared(benchmark, arguments)
     if arguments.report:
@@ -88,7 +89,7 @@ def measure_all(benchmark: Benchmark, arguments: argparse.Namespace, settings: M
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([type(benchmark).__module__])
     plan, end = list(benchmark.plan(arguments)), time.monotonic() + (arguments.for_seconds or float("inf"))
-    right, stopped = True, ""
+    right, stopped = not any(map(is_wrong, records)), ""
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         session = Session(arguments, settings, records, stop, server, until_the_end=stack)
         for number, cases in enumerate(plan, start=1):
@@ -109,7 +110,7 @@ def measure_all(benchmark: Benchmark, arguments: argparse.Namespace, settings: M
             records += [{**own, "load_average": os.getloadavg()[0]} for own in found]
             write_results(arguments.out / RECORDS, content)
             for own in found:
-                right &= "wrong: " not in own.get("failed", "").lower()
+                right &= not is_wrong(own)
                 print(f"[{number}/{len(plan)}] {report.said(benchmark, own)}", flush=True)
         stopping = stop.requested
     if records:
@@ -135,6 +136,11 @@ def is_left(benchmark: Benchmark, cases: Sequence[Case], records: Sequence[Case]
     return any(
         name_of(benchmark, own) not in done and name_of(benchmark, {**own, ROUND: 0}) not in failed for own in cases
     )
+
+
+def is_wrong(record: Mapping[str, Any]) -> bool:
+    """Whether it was not timed because it gives something else than it should."""
+    return "wrong: " in record.get("failed", "").lower()
 
 
 def read_content(benchmark: Benchmark, out: Path) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def read_records(benchmark: Benchmark, out: Path, settings: Mapping[str, Any]) -
     both = {name: version for name, version in now["versions"].items() if name in before}  # of others nothing is said
     there = {**content["settings"], "cpu": hardware.get("cpu"), **before}
     there["threads"] = there.get("threads") or hardware.get("cpu_threads")
-    here = {**settings, "cpu": now["hardware"]["cpu"], **both}
+    here = {**settings, **({"cpu": now["hardware"]["cpu"]} if benchmark.one_cpu else {}), **both}
     if "gpu" in hardware:
         there["gpu"], here["gpu"] = hardware["gpu"], now["hardware"].get("gpu")
     different = [f"{key}: {there.get(key)!r} there, {value!r} here" for key, value in here.items()

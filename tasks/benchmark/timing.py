@@ -47,7 +47,13 @@ def turn_order(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def interleave(calls: Mapping[str, Call], device: torch.device, budget: float, rounds: int) -> dict[str, list[float]]:
+def interleave(
+    calls: Mapping[str, Call],
+    device: torch.device,
+    budget: float,
+    rounds: int,
+    timer: Callable[[Call, int, torch.device], float] | None = None,
+) -> dict[str, list[float]]:
     """Seconds a call, round by round.
 
     After a warm-up call of each, rounds go on until the next one would exceed the budget or all are done,
@@ -58,8 +64,10 @@ def interleave(calls: Mapping[str, Call], device: torch.device, budget: float, r
         device: where they run.
         budget: seconds for all rounds together.
         rounds: rounds at most.
+        timer: mean seconds of so many calls in a row; by default `seconds_per_call`.
     """
-    once = {name: seconds_per_call(call, 1, device) for name, call in calls.items()}
+    timer = timer or seconds_per_call
+    once = {name: timer(call, 1, device) for name, call in calls.items()}
     turn = max(TURN_SECONDS, TURN_SHARE * max(once.values(), default=0.0))
     repeats = {name: min(MAX_CALLS, max(1, round(turn / own))) for name, own in once.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -69,7 +77,7 @@ def interleave(calls: Mapping[str, Call], device: torch.device, budget: float, r
         if number >= MIN_ROUNDS and expected > budget:
             break
         for name in turn_order(list(calls), number):
-            seconds[name].append(seconds_per_call(calls[name], repeats[name], device))
+            seconds[name].append(timer(calls[name], repeats[name], device))
     return seconds
 
 
