@@ -238,7 +238,9 @@ def indexed(coco: CocoFile) -> Any:
     for number, annotation in enumerate(made.dataset["annotations"], start=1):
         annotation["id"] = number  # 0 would mean unmatched
         annotation.setdefault("iscrowd", 0)
-        annotation.setdefault("area", annotation["bbox"][2] * annotation["bbox"][3])  # asked for, and used for sizes alone
+        annotation.setdefault(
+            "area", annotation["bbox"][2] * annotation["bbox"][3]
+        )  # asked for, and used for sizes alone
     with redirect_stdout(io.StringIO()):
         made.createIndex()
     return made
