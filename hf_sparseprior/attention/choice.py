@@ -35,8 +35,8 @@ class Crossover(NamedTuple):
         return self.density * (1 - self.pairs / max(1.0, batch * heads * tokens**2 * width / 64))
 
 
-# (device type, whether gradients are wanted, dense backend that would run instead), and if a fourth part follows, the
-# dtype for which alone it holds.
+# (device type or family of cards as of `device_family`, whether gradients are wanted, dense backend that would run
+# instead), and if a fourth part follows, the dtype for which alone it holds.
 CrossoverKey = tuple[str, bool, str] | tuple[str, bool, str, torch.dtype]
 
 
@@ -49,6 +49,7 @@ class Backend:
     priority: float
     dense: bool = False
     crossovers: Mapping[CrossoverKey, Crossover] = field(default_factory=dict)
+    only_measured: bool = False
 
 
 BACKENDS: dict[str, Backend] = {}
@@ -65,6 +66,7 @@ def register_backend(
     priority: float,
     dense: bool = False,
     crossovers: Mapping[CrossoverKey, Crossover] | None = None,
+    only_measured: bool = False,
 ) -> None:
     """Add a backend to the choice, to `backend=` and SPARSEPRIOR_BACKEND, to tests and to the benchmark.
 
@@ -82,13 +84,15 @@ def register_backend(
             run.
         crossovers: from where on it is faster than a dense backend, by (device type, whether gradients are wanted,
             dense backend), or for one dtype by (..., dtype). Without an entry it counts as faster everywhere.
+        only_measured: it is chosen only where an entry says so, and entries are for families of cards: "cuda 9.0"
+            stands for a GPU of that compute capability instead of a device type.
 
     Raises:
         ValueError: if the name is taken.
     """
     if name in BACKENDS or name == "auto":
         raise ValueError(f"backend {name!r} is registered already")
-    BACKENDS[name] = Backend(can_run, run, priority, dense, crossovers or {})
+    BACKENDS[name] = Backend(can_run, run, priority, dense, crossovers or {}, only_measured)
     _sort_backends()
 
 
@@ -111,14 +115,18 @@ def is_sparse(request: AttentionRequest) -> bool:
 
 def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool, dense_path: str) -> str | None:
     """Why a backend would be slower than the dense backend `dense_path`; None if it would not."""
-    if not backend.crossovers or not is_sparse(request):
+    if not is_sparse(request):
         return None
+    if not backend.crossovers:
+        return "not measured on any device" if backend.only_measured else None
     plan, q = request.plan, request.q
-    device_type = q.device.type
-    key = (device_type if device_type in ("cpu", "cuda") else "cuda", trains, dense_path)
+    device_type = q.device.type if q.device.type in ("cpu", "cuda") else "cuda"
+    if backend.only_measured:
+        device_type = device_family(q.device.type, q.device.index)
+    key = (device_type, trains, dense_path)
     limits = backend.crossovers.get((*key, q.dtype)) or backend.crossovers.get(key)
     if limits is None:
-        return None
+        return f"not measured on {device_type}" if backend.only_measured else None
     if plan.num_tokens < limits.tokens:
         return f"dense is faster below {limits.tokens} patches"
     density = plan.density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
@@ -130,6 +138,14 @@ def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool,
             return "dense is faster in so small a call"
         return f"dense is faster with more than {100 * largest:.1f} % of the pairs"
     return None
+
+
+@torch._dynamo.assume_constant_result
+def device_family(device_type: str, index: int | None) -> str:
+    """The type of a device, with the compute capability of a GPU: "cuda 9.0"."""
+    if device_type != "cuda":
+        return device_type
+    return "cuda {}.{}".format(*torch.cuda.get_device_capability(index))
 
 
 def _known(condition: bool) -> bool:
@@ -182,7 +198,7 @@ def _chosen(request: AttentionRequest, source: str, backend: str) -> Choice:
     refused: list[tuple[str, str]] = []
     for name in _by_priority:
         candidate = BACKENDS[name]
-        reason = slower_than_dense(candidate, request, _trains(request), dense_path)
+        reason = slower_than_dense(candidate, request, wants_gradients(request), dense_path)
         reason = reason or candidate.can_run(request)
         if reason is None:
             return Choice(name, tuple(refused))
@@ -190,8 +206,8 @@ def _chosen(request: AttentionRequest, source: str, backend: str) -> Choice:
     raise AssertionError("unreachable: reference runs everything")
 
 
-def _trains(request: AttentionRequest) -> bool:
-    """Whether gradients are wanted."""
+def wants_gradients(request: AttentionRequest) -> bool:
+    """Whether gradients are wanted, now or when activation checkpointing calls again."""
     q, k, v = request.q, request.k, request.v
     recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return recorded or request.training
@@ -242,7 +258,7 @@ def _kind(request: AttentionRequest, forced: str) -> tuple:
         request.weight_rows,
         *[None if tensor is None else tensor.shape for tensor in tensors],
     )
-    state = torch.is_grad_enabled(), _trains(request), is_transformed() is None, plain() is None
+    state = torch.is_grad_enabled(), wants_gradients(request), is_transformed() is None, plain() is None
     return forced, _registered[0], q.shape, request.v.shape[-1], q.dtype, q.device, of_decay, state, asked
 
 

@@ -21,6 +21,7 @@ from hf_sparseprior.attention.choice import BACKENDS, bound_backend, choose_back
 # Importing a backend registers it. Errors list backends in this order.
 from hf_sparseprior.attention.dense import leading_weights
 from hf_sparseprior.attention.diagonal import diagonal  # noqa: F401
+from hf_sparseprior.attention.flex import flex  # noqa: F401
 from hf_sparseprior.attention.frames import frames  # noqa: F401
 from hf_sparseprior.attention.gather import gather  # noqa: F401
 from hf_sparseprior.attention.kernels import cpp  # noqa: F401

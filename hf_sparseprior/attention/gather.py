@@ -37,11 +37,11 @@ def not_listed(request: AttentionRequest) -> str | None:
     if request.plan.offsets is None and request.key_ids is None:
         return "every patch sees every token"
     if request.plan.mask_fill == "zero" and request.plan.offsets is not None:
-        return "mask_fill='zero' keeps exp(0) for masked pairs, which are not gathered"
+        return "mask_fill='zero' keeps exp(0) for masked pairs, which are not listed"
     if request.dropout_p > 0:
-        return "the gathered path has no dropout"
+        return "there is no dropout over lists of keys"
     if request.needs_all_weights():
-        return "the gathered path does not return attention weights"
+        return "attention weights over lists of keys are not returned"
     if request.token_ids is not None and request.key_ids is None:
         return "only some patches of the grid are there, others in each image"
     return needs_all_logits(request) or is_transformed()

@@ -83,6 +83,8 @@ class AttentionPlan:
         self.of_decay: dict[Callable, tuple[list[Tensor | None], Any]] = {}
         # M over all pairs, see `decayed_triton.DecayTable`.
         self.decay_tables: dict[tuple, Any] = {}
+        # Block masks of FlexAttention by device, see `flex.plan_mask`.
+        self.block_masks: dict[torch.device, Any] = {}
         # Which backend runs requests of each kind, see `choice.bound_backend`.
         self.choices: dict[tuple, Any] = {}
         # What the decay's positions follow from, where they are the same for all heads.

@@ -15,7 +15,7 @@ LAYOUTS = ("projection", "packed", "contiguous")
 KINDS = ("shapes", "scales")  # of mixed_sizes
 # Of gpu. Images by patches; those that say most about the targets come first.
 BATCHES = {4096: 8, 196: 128, 16384: 8, 1024: 32, 65536: 1}
-GPU_CONTENDERS = ("triton", "dense_sdpa", "sdpa", "flex", "reference", "flash_window", "flex_window", "natten")
+GPU_CONTENDERS = ("triton", "dense_sdpa", "sdpa", "flex_offsets", "reference", "flash_window", "flex_window", "natten")
 COUNTED = (
     "fibottention",
     "fibottention, w_max N // 3",

@@ -140,7 +140,7 @@ def contenders() -> dict[str, Contender]:
 
     others = {
         DENSE: Contender("scaled_dot_product_attention, no support, no decay", _always, _run_dense, dense=True),
-        "flex": Contender("FlexAttention, compiled, block mask of the support", flex_can_run, _run_flex),
+        "flex_offsets": Contender("FlexAttention, compiled, block mask of the offsets", flex_can_run, _run_flex),
         WIDE: _wide_contender(),
         **windows(),
     }

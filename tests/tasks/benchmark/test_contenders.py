@@ -41,7 +41,7 @@ def test_flex_mask_is_the_support(support, prefix, tokens):
 def test_flex_runs_and_is_right():
     setting = Setting(heads=2, width=16, prefix=1)
     problem = make_problem(setting, Size(200, 2), trains=False)
-    call = contenders.timed_call(problem, contenders.contenders()["flex"], trains=False)
+    call = contenders.timed_call(problem, contenders.contenders()["flex_offsets"], trains=False)
     torch.testing.assert_close(call(), reference(problem), rtol=0, atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_every_contender_that_can_run_is_right(layout, tokens):
         problem = make_problem(Setting(heads=2, width=16, decay=decay, layout=layout), Size(tokens, 1), trains=True)
         ran = set()
         for name, contender in contenders.contenders().items():
-            if name != "flex" and contender.can_run(problem, True) is None:
+            if name != "flex_offsets" and contender.can_run(problem, True) is None:
                 gradients = contenders.timed_call(problem, contender, trains=True)()
                 assert gradients[0].shape == problem.q.shape
                 ran.add(name)
@@ -136,14 +136,14 @@ def test_the_copy_bound_allocates_nothing_unless_it_should(trains):
 def test_contenders_come_from_the_registry(monkeypatch):
     monkeypatch.setitem(BACKENDS, "new", BACKENDS["reference"])
     rivals = set(window_contenders.windows())
-    assert set(contenders.contenders()) == {*BACKENDS, contenders.DENSE, contenders.WIDE, "flex", *rivals}
-    monkeypatch.setitem(BACKENDS, "flex", BACKENDS["reference"])
-    with pytest.raises(ValueError, match="flex"):
+    assert set(contenders.contenders()) == {*BACKENDS, contenders.DENSE, contenders.WIDE, "flex_offsets", *rivals}
+    monkeypatch.setitem(BACKENDS, "flex_offsets", BACKENDS["reference"])
+    with pytest.raises(ValueError, match="flex_offsets"):
         contenders.contenders()
 
 
 def test_reasons_for_not_running():
-    flex = contenders.contenders()["flex"]
+    flex = contenders.contenders()["flex_offsets"]
     for setting, reason in (
         (Setting(support="dense"), "the support is dense"),
         (Setting(decay="violin"), "written without a decay"),
