@@ -6,7 +6,8 @@ timed, and the command ends with status 1. It tries sizes of a block and keeps t
 has times in copies (read q, k, v and write the output once, at the bandwidth that a copy of --copy-bytes reaches).
 Nothing begins after --for-seconds; the same command goes on then.
 
---count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory.
+--count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory. Nor does
+--cards: it compiles every kernel for every card and says whether it fits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hf_sparseprior.kernels import triton_sizes
 from hf_sparseprior.patterns.decay import make_decay
 from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
-from tasks.benchmark import gpu_count, gpu_report, gpu_tune, report
+from tasks.benchmark import gpu_cards, gpu_count, gpu_report, gpu_tune, report
 from tasks.benchmark.commands import BATCHES
 from tasks.benchmark.contenders import DENSE, Contender, Setting, Size, contenders, make_problem, timed_call
 from tasks.benchmark.entry import Benchmark, Case, Row, Session, Target, WrongOutput
@@ -265,7 +266,9 @@ class Gpu(Benchmark):
                 raise ValueError(f"--tokens {tokens} must be a square number, 1 or more")
 
     def instead(self, arguments: argparse.Namespace) -> Callable[[], None] | None:
-        """--count."""
+        """--count or --cards."""
+        if arguments.cards is not None:
+            return partial(gpu_cards.check_cards, arguments)
         if not arguments.count:
             return None
         arguments.tokens = arguments.tokens or list(COUNTED_TOKENS)
