@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_sparseprior.kernels.calling import is_eager, records
 from hf_sparseprior.kernels.diagonal_triton_backward import _backward_prefix, _backward_rows, _backward_tokens
-from hf_sparseprior.kernels.diagonal_triton_forward import _forward_prefix, _forward_tokens
+from hf_sparseprior.kernels.diagonal_triton_forward import _forward_parts, _forward_prefix, _forward_tokens
 from hf_sparseprior.kernels.flop_formulas import register_diagonal_triton
 from hf_sparseprior.kernels.second_derivatives import gradients, on_diagonals
 from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
@@ -33,8 +33,11 @@ from hf_sparseprior.kernels.triton_launch import cdiv, launch
 from hf_sparseprior.kernels.triton_sizes import block_sizes
 
 # Up to so many tokens a layer is one launch: a program for each prefix token goes over all tokens. Of more it would
-# work longer than all others together, so blocks write parts, which a second launch sums up.
+# work longer than all others together, so blocks write parts, which launches after it sum up.
 ONE_LAUNCH_TOKENS = 1100
+# Of more parts than this, another launch joins so many at a time first. The few programs of prefix tokens would still
+# be at it when all others are done: at 65,536 patches in blocks of 16, 256 loads that wait for each other.
+JOINED_PARTS = 128
 # From so many patches on that a patch sees on average, the products of output and gradient are computed before, once,
 # rather than anew for each of the neighbours: two more tensors are read, and one less for each neighbour.
 NEIGHBOURS = 12
@@ -118,6 +121,12 @@ def _run_forward(
         )  # fmt: skip
         launch(_forward_tokens, slots * (blocks if in_parts else prefix + blocks), tokens_of, PREFIX=prefix, **sizes)
         if in_parts:
+            if blocks > JOINED_PARTS:
+                groups = cdiv(blocks, JOINED_PARTS)
+                joined = _floats(q, slots, prefix, groups, width), _floats(q, slots, prefix, groups, 2)
+                parts_of = (parts, part_stats, *joined, blocks, groups)
+                launch(_forward_parts, slots * prefix * groups, parts_of, PER_GROUP=JOINED_PARTS, **sizes)
+                (parts, part_stats), blocks = joined, groups
             prefix_of = (
                 q, k, v, out, stats, parts, part_stats, prefix_weight, seed, *strides, heads, tokens, blocks, scale,
                 dropout_p,
@@ -177,10 +186,10 @@ def _run_backward(
         )  # fmt: skip
         programs = slots * (blocks + prefix * one_launch)
         launch(_backward_tokens, programs, tokens_of, ONE_LAUNCH=one_launch, PREFIX=prefix, **sizes)
-        if not one_launch:
+        if prefix_parts is not None:
             prefix_of = (
-                grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, by_prefix, prefix_weight, seed, *strides, heads,
-                tokens, blocks, scale, dropout_p,
+                grad, q, k, v, out, stats, dq, dk, dv, prefix_parts.sum(2), by_prefix, prefix_weight, seed, *strides,
+                heads, tokens, blocks, scale, dropout_p,
             )  # fmt: skip
             launch(_backward_prefix, slots * prefix, prefix_of, PREFIX=prefix, **sizes)
     if pair_grads is not None:

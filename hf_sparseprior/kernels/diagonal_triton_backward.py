@@ -20,7 +20,6 @@ from hf_sparseprior.kernels.triton_blocks import (
     row_pointers,
     store_block,
     store_row,
-    sum_parts,
 )
 
 
@@ -202,11 +201,11 @@ def _patch_rows(
 
 @triton.jit
 def _prefix_row(
-    grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, prefix_weight_parts, prefix_weight, seed,
+    grad, q, k, v, out, stats, dq, dk, dv, prefix_sums, prefix_weight_parts, prefix_weight, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, token, slot, batch, head, tokens, last, blocks, scale,
     dropout_p, PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of a prefix token: from the tokens before `last`, and the parts of blocks of patches if there are any.
+    """dq, dk, dv of a prefix token: from the tokens before `last`, and the sums over patches if there are any.
 
     Of the gradient of the prefix weight it stores what follows from pairs whose row the token is, and with all tokens
     before `last` also that of pairs in which a patch is the row. A pair of two prefix tokens belongs to its row.
@@ -239,11 +238,12 @@ def _prefix_row(
     if prefix_weight_parts is not None:
         tl.store(prefix_weight_parts + slot * (blocks + PREFIX) + token, tl.sum(by_prefix, 0))
     dq_row, dk_row, dv_row = tl.sum(gains[0], 0), tl.sum(gains[1], 0), tl.sum(gains[2], 0)
-    if prefix_parts is not None:
-        parts = prefix_parts + 3 * (slot * PREFIX + token) * blocks * WIDTH
-        dq_row += sum_parts(parts, 3 * WIDTH, blocks, WIDTH, ROWS, COLUMNS)
-        dk_row += sum_parts(parts + WIDTH, 3 * WIDTH, blocks, WIDTH, ROWS, COLUMNS)
-        dv_row += sum_parts(parts + 2 * WIDTH, 3 * WIDTH, blocks, WIDTH, ROWS, COLUMNS)
+    if prefix_sums is not None:
+        columns = tl.arange(0, COLUMNS)
+        of_patches = prefix_sums + 3 * (slot * PREFIX + token) * WIDTH + columns
+        dq_row += tl.load(of_patches, mask=columns < WIDTH, other=0.0)
+        dk_row += tl.load(of_patches + WIDTH, mask=columns < WIDTH, other=0.0)
+        dv_row += tl.load(of_patches + 2 * WIDTH, mask=columns < WIDTH, other=0.0)
     store_row(dq, out_strides, batch, head, token, dq_row, WIDTH, COLUMNS)
     store_row(dk, out_strides, batch, head, token, dk_row, WIDTH, COLUMNS)
     store_row(dv, out_strides, batch, head, token, dv_row, WIDTH, COLUMNS)
@@ -285,14 +285,17 @@ def _backward_tokens(
 
 @triton.jit
 def _backward_prefix(
-    grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, prefix_weight_parts, prefix_weight, seed,
+    grad, q, k, v, out, stats, dq, dk, dv, prefix_sums, prefix_weight_parts, prefix_weight, seed,
     grad_strides, q_strides, k_strides, v_strides, out_strides, heads, tokens, blocks, scale, dropout_p,
     PREFIX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each prefix token: the parts of all blocks, and the pairs of two prefix tokens."""
+    """One program for each prefix token: what all patches give, and the pairs of two prefix tokens.
+
+    prefix_sums: float32 (B, H, P, 3, D), the sums of prefix_parts over the blocks.
+    """
     token, slot, batch, head = place(PREFIX, heads)
     _prefix_row(
-        grad, q, k, v, out, stats, dq, dk, dv, prefix_parts, prefix_weight_parts, prefix_weight, seed,
+        grad, q, k, v, out, stats, dq, dk, dv, prefix_sums, prefix_weight_parts, prefix_weight, seed,
         grad_strides, q_strides, k_strides, v_strides, out_strides, token, slot, batch, head, tokens, PREFIX, blocks,
         scale, dropout_p, PREFIX, WIDTH, ROWS, COLUMNS,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def _join_two(high, total, acc, logits, v_rows, keep, logits_2, v_rows_2, keep_2
 def _together(high, total, acc):
     """One softmax (largest logit, sum, weighted sum of v) of those that the rows hold."""
     top = tl.max(high, 0)
-    share = tl.exp(high - top)
+    share = tl.exp(high - tl.where(top == float("-inf"), 0.0, top))
     return top, tl.sum(total * share, 0), tl.sum(acc * share[:, None], 0)
 
 
@@ -114,6 +114,30 @@ def _prefix_parts(
         tl.store(parts + at * WIDTH + columns, acc, mask=columns < WIDTH)
         tl.store(part_stats + 2 * at, high)
         tl.store(part_stats + 2 * at + 1, tl.sum(weight, 0))
+
+
+@triton.jit
+def _join_parts(
+    high, total, acc, parts, part_stats, begin, first, last,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The softmax of each of ROWS lanes with parts `first` to `last` of a prefix row, whose parts start at `begin`."""
+    columns = tl.arange(0, COLUMNS)
+    for start in range(first, last, ROWS):
+        part = start + tl.arange(0, ROWS)
+        valid = part < last
+        at = begin + part
+        highs = tl.load(part_stats + 2 * at, mask=valid, other=float("-inf"))
+        totals = tl.load(part_stats + 2 * at + 1, mask=valid, other=0.0)
+        mask = row_mask(valid, WIDTH, COLUMNS)
+        values = tl.load(parts + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(high, highs)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, share = tl.exp(high - finite), tl.exp(highs - finite)
+        total = total * shrink + share * totals
+        acc = acc * shrink[:, None] + share[:, None] * values
+        high = higher
+    return high, total, acc
 
 
 @triton.jit
@@ -142,21 +166,9 @@ def _prefix_row(
         keep = keep_factor(seed, slot, token, keys, dropout_p)
         high, total, acc = _join(high, total, acc, logits, v_rows, keep, None)
     if parts is not None:
-        columns = tl.arange(0, COLUMNS)
-        for start in range(0, blocks, ROWS):
-            part = start + lanes
-            valid = part < blocks
-            at = (slot * PREFIX + token) * blocks + part
-            highs = tl.load(part_stats + 2 * at, mask=valid, other=float("-inf"))
-            totals = tl.load(part_stats + 2 * at + 1, mask=valid, other=0.0)
-            mask = row_mask(valid, WIDTH, COLUMNS)
-            values = tl.load(parts + at[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
-            higher = tl.maximum(high, highs)
-            finite = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink, share = tl.exp(high - finite), tl.exp(highs - finite)
-            total = total * shrink + share * totals
-            acc = acc * shrink[:, None] + share[:, None] * values
-            high = higher
+        high, total, acc = _join_parts(
+            high, total, acc, parts, part_stats, (slot * PREFIX + token) * blocks, 0, blocks, WIDTH, ROWS, COLUMNS
+        )
     top, total_of_all, acc_of_all = _together(high, total, acc)
     store_row(out, out_strides, batch, head, token, acc_of_all / total_of_all, WIDTH, COLUMNS)
     store_softmax(stats, slot * tokens + token, top, total_of_all, True)
@@ -284,3 +296,24 @@ def _forward_prefix(
         q, k, v, out, stats, parts, part_stats, prefix_weight, seed, q_strides, k_strides, v_strides, out_strides,
         token, slot, batch, head, tokens, PREFIX, blocks, scale, dropout_p, PREFIX, WIDTH, ROWS, COLUMNS,
     )  # fmt: skip
+
+
+@triton.jit
+def _forward_parts(
+    parts, part_stats, joined, joined_stats, blocks, groups, PER_GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """PER_GROUP parts of a prefix row as one: joined float32 (B, H, P, groups, D), joined_stats with 2 for D."""
+    row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    columns = tl.arange(0, COLUMNS)
+    first = group * PER_GROUP
+    high, total, acc = _join_parts(
+        tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS, COLUMNS), tl.float32), parts, part_stats, row * blocks, first,
+        tl.minimum(first + PER_GROUP, blocks), WIDTH, ROWS, COLUMNS,
+    )  # fmt: skip
+    top, total_of_all, acc_of_all = _together(high, total, acc)
+    at = row * groups + group
+    tl.store(joined + at * WIDTH + columns, acc_of_all, mask=columns < WIDTH)
+    tl.store(joined_stats + 2 * at, top)
+    tl.store(joined_stats + 2 * at + 1, total_of_all)

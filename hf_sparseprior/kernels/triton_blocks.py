@@ -96,18 +96,6 @@ def store_row(x, strides, batch, head, token, values, WIDTH: tl.constexpr, COLUM
 
 
 @triton.jit
-def sum_parts(parts, stride, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum of (blocks, D) in the order of blocks, (COLUMNS,); a block's part is `stride` elements after the last."""
-    columns = tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, blocks, ROWS):
-        part = start + tl.arange(0, ROWS)
-        pointers = parts + part[:, None] * stride + columns[None, :]
-        total += tl.sum(tl.load(pointers, mask=row_mask(part < blocks, WIDTH, COLUMNS), other=0.0), 0)
-    return total
-
-
-@triton.jit
 def store_softmax(stats, rows, high, total, exists):
     """Keep the largest logit of rows, and the share of its key: 1 / the sum of exp(logit - largest).
 

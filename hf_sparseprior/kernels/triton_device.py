@@ -42,7 +42,11 @@ def device_reason(device_type: str, index: int | None) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:
         has, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
-        return f"compute capability {has} must be {needed} or more"
+        card = torch.cuda.get_device_name(index)
+        return (
+            f"{card} has compute capability {has}, and the Triton kernels need {needed} or more; "
+            "without a forced backend attention runs there in plain PyTorch"
+        )
     return None
 
 

@@ -2,13 +2,15 @@
 
 Nothing is tuned while a model runs: that would take seconds in every process and could give other bits in another run.
 `python -m tasks.benchmark gpu` tunes, and keeps what was fastest in a table in the user's cache, by device and version
-of Triton. Without a table the defaults hold, so all machines give the same bits.
+of Triton. Without a table the defaults of the card's compute capability hold, so all cards of one kind give the same
+bits. The logger `hf_sparseprior.kernels` says at debug level which row of the defaults a device takes.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from hf_sparseprior.kernels.triton_launch import next_power_of_2
 
-# No GPU chose the defaults. They follow from the compiler's report for compute capability 9.0 (`python -m
-# tasks.benchmark gpu --count`).
+logger = logging.getLogger("hf_sparseprior.kernels")
+
+# No GPU chose the defaults. They follow from the compiler's report (`python -m tasks.benchmark gpu --count` for compute
+# capability 9.0, `--cards` for all).
 #
 # Along diagonals: elements of a block of rows (rows x padded head width), and its warps. No registers spill, and as
 # many warps as possible fit on a multiprocessor.
@@ -62,6 +66,30 @@ DECAYED = {
         "decayed_gradients": (16, 16, 8, 1),
     },
 }
+# What differs from `DECAYED`, by compute capability; a card takes the row of its own or of the nearest below. With the
+# sizes above up to 408 bytes of a thread spill on other cards, and a multiprocessor of 8.6, which has less shared
+# memory, holds one block of the forward pass instead of three.
+Capability = tuple[int, int]
+SMALLER = {
+    (2, 64): {
+        "decayed_forward": (64, 32, 4, 3),
+        "decayed_backward": (32, 64, 4, 2),
+        "decayed_gradients": (64, 32, 4, 2),
+    },
+    (2, 128): {"decayed_gradients": (64, 32, 4, 1)},
+}
+CARDS: dict[Capability, dict[tuple[int, int], dict[str, tuple[int, int, int, int]]]] = {
+    (8, 0): SMALLER,
+    (9, 0): {},
+    (10, 0): {
+        (2, 64): {
+            "decayed_forward": (64, 64, 4, 2),
+            "decayed_backward": (32, 64, 4, 2),
+            "decayed_gradients": (64, 32, 4, 2),
+        },
+    },
+    (12, 0): SMALLER,
+}
 KERNELS = (*DIAGONAL, "decayed_forward", "decayed_backward", "decayed_gradients")
 LARGEST_BLOCK = 128  # rows or keys over all pairs: tables of a decay are filled up to whole blocks of it
 LARGEST = {"ROWS": 1024, "KEYS": LARGEST_BLOCK, "num_warps": 32, "num_stages": 8}
@@ -83,23 +111,43 @@ def block_sizes(kernel: str, q: Tensor) -> Sizes:
     columns = next_power_of_2(width)
     if kernel not in DIAGONAL:
         columns = max(16, columns)  # tl.dot takes 16 or more
-    chosen = default_sizes(kernel, q.element_size(), columns)
+    chosen = default_sizes(kernel, q.element_size(), columns, card_row(q.device))
     key = entry_key(kernel, q.element_size(), columns)
     chosen |= TRIED.get(key) or tuned(device_key(q.device)).get(key, {})
     return {"WIDTH": width, "COLUMNS": columns, **chosen}
 
 
-def default_sizes(kernel: str, element_size: int, columns: int) -> Sizes:
+def nearest_row(capability: Capability) -> Capability:
+    """The row of `CARDS` for a compute capability: its own, or the nearest below."""
+    return max((known for known in CARDS if known <= capability), default=min(CARDS))
+
+
+@functools.cache
+def card_row(device: torch.device) -> Capability:
+    """The row of `CARDS` for a device. Without a GPU, that is in Triton's interpreter, it is that of 9.0."""
+    if device.type != "cuda":
+        return (9, 0)
+    capability = torch.cuda.get_device_capability(device)
+    row = nearest_row(capability)
+    logger.debug(
+        "%s: block sizes of compute capability %d.%d for %d.%d; %d tuned in %s",
+        *(device, *row, *capability, len(tuned(device_key(device))), table_path()),
+    )
+    return row
+
+
+def default_sizes(kernel: str, element_size: int, columns: int, row: Capability = (9, 0)) -> Sizes:
     """What a kernel takes without a table: ROWS and num_warps, over all pairs also KEYS and num_stages.
 
     Args:
-        kernel: one of `KERNELS`. element_size: bytes of an element. columns: the padded head width.
+        kernel: one of `KERNELS`. element_size: bytes of an element. columns: the padded head width. row: of `CARDS`.
     """
     if kernel in DIAGONAL:
         settings = DIAGONAL[kernel]
         return {"ROWS": max(1, min(MAX_ROWS, settings["elements"] // columns)), "num_warps": settings["num_warps"]}
     names = ("ROWS", "KEYS", "num_warps", "num_stages")
-    return dict(zip(names, DECAYED[element_size, max(64, columns)][kernel], strict=True))
+    key = element_size, max(64, columns)
+    return dict(zip(names, CARDS[row].get(key, {}).get(kernel, DECAYED[key][kernel]), strict=True))
 
 
 def entry_key(kernel: str, element_size: int, columns: int) -> str:

@@ -16,6 +16,7 @@ KINDS = ("shapes", "scales")  # of mixed_sizes
 # Of gpu. Images by patches; those that say most about the targets come first.
 BATCHES = {4096: 8, 196: 128, 16384: 8, 1024: 32, 65536: 1}
 GPU_CONTENDERS = ("triton", "dense_sdpa", "sdpa", "flex_offsets", "reference", "flash_window", "flex_window", "natten")
+CARDS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")  # A100; RTX 30, A10; RTX 40, L4; H100, H200; B200; RTX 50
 COUNTED = (
     "fibottention",
     "fibottention, w_max N // 3",
@@ -182,6 +183,8 @@ def gpu(parser: argparse.ArgumentParser) -> None:
     minutes = f"start nothing after so many; default: {MINUTES:g} with --quick or --models, else {MINUTES_OF_ALL:g}"
     parser.add_argument("--minutes", type=float, help=minutes)
     parser.add_argument("--cases", nargs="+", choices=COUNTED, default=list(COUNTED), help="of --count")
+    cards = "compile every kernel for these compute capabilities (default: all; an hour); needs no GPU"
+    parser.add_argument("--cards", nargs="*", choices=CARDS, help=cards)
     parser.add_argument("--tokens", type=int, nargs="+", help="patch tokens, square numbers")
     parser.add_argument("--batch", type=int, help=f"default by tokens: {BATCHES}")
     names = (*GPU_CONTENDERS, *SDPA_KERNELS)
@@ -203,7 +206,7 @@ ENTRIES: dict[str, Entry] = {
     "video": ("clips: forward pass of video models", video, {"seconds": 40.0, "memory_gib": 12.0, "threads": 1}),
     "deployment": ("exported models: size, accuracy and time", deployment, {}),
     "gpu": (
-        "the Triton kernels: checked, tuned, timed; --count needs no GPU",
+        "the Triton kernels: checked, tuned, timed; --count and --cards need no GPU",
         gpu,
         {"rounds": 15, "seconds": 5.0, "device": "cuda", "dtype": "bfloat16"},
     ),

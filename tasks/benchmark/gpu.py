@@ -11,7 +11,8 @@ reaches). Nothing begins after --minutes; the same command goes on then.
 Both have a folder in --out for each device, versions and source of the kernels, so measurements of other kernels are
 not mixed; what was not reached stands in the table as "not measured".
 
---count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory.
+--count needs no GPU: it counts what the kernels read and write, their launches, registers and shared memory. Nor does
+--cards: it compiles every kernel for every card and says whether it fits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hf_sparseprior.kernels import triton_sizes
 from hf_sparseprior.patterns.decay import make_decay
 from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
-from tasks.benchmark import gpu_count, gpu_report, gpu_tune, report
+from tasks.benchmark import gpu_cards, gpu_count, gpu_report, gpu_tune, report
 from tasks.benchmark.commands import BATCHES, MINUTES_OF_ALL
 from tasks.benchmark.contenders import (
     DENSE,
@@ -156,7 +157,7 @@ def fitting(names: Sequence[str], decay: Any, tokens: int) -> list[str]:
     if decay is not None:
         return [name for name in names if name in ("triton", DENSE, *FORCED, "reference")]
     # A mask of all pairs of so many patches and heads does not fit.
-    unable = ("reference", *(("sdpa", "flex") if tokens > LARGEST_PAIRS else ()))
+    unable = ("reference", *(("sdpa", "flex_offsets") if tokens > LARGEST_PAIRS else ()))
     return [name for name in names if name not in unable]
 
 
@@ -313,7 +314,9 @@ class Gpu(Benchmark):
         return gpu_quick.BENCHMARK if arguments.quick else gpu_models.BENCHMARK
 
     def instead(self, arguments: argparse.Namespace) -> Callable[[], None] | None:
-        """--count."""
+        """--count or --cards."""
+        if arguments.cards is not None:
+            return partial(gpu_cards.check_cards, arguments)
         if not arguments.count:
             return None
         arguments.tokens = arguments.tokens or list(COUNTED_TOKENS)

@@ -20,6 +20,7 @@ Bytes are in copies: one copy reads q, k and v once and writes the output once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +40,28 @@ Launch = dict[str, Any]
 
 CAPABILITY = 90
 SECTOR = 32
-# One multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, technical specifications).
-REGISTERS, REGISTERS_AT_ONCE, WARPS, BLOCKS, SHARED, SHARED_OF_BLOCK = 65536, 256, 64, 32, 228 * 1024, 1024
+# Of all multiprocessors; a block takes SHARED_OF_BLOCK bytes besides its own.
+REGISTERS, REGISTERS_AT_ONCE, SHARED_OF_BLOCK = 65536, 256, 1024
+
+
+class Multiprocessor(NamedTuple):
+    """What a multiprocessor holds at once, and bytes of shared memory, of all blocks and of one at most."""
+
+    warps: int
+    blocks: int
+    shared: int
+    largest_block: int
+
+
+# By compute capability (CUDA C++ Programming Guide, technical specifications).
+MULTIPROCESSORS = {
+    80: Multiprocessor(64, 32, 164 * 1024, 163 * 1024),
+    86: Multiprocessor(48, 16, 100 * 1024, 99 * 1024),
+    89: Multiprocessor(48, 24, 100 * 1024, 99 * 1024),
+    90: Multiprocessor(64, 32, 228 * 1024, 227 * 1024),
+    100: Multiprocessor(64, 32, 228 * 1024, 227 * 1024),
+    120: Multiprocessor(48, 24, 100 * 1024, 99 * 1024),
+}
 FIBOTTENTION = {"name": "fibottention", "w_min": 5, "w_max": 65}
 CASES: dict[str, dict[str, Any]] = {
     "fibottention": {"support": FIBOTTENTION},
@@ -123,15 +144,15 @@ def passes(case: dict[str, Any], tokens: int, dtype: torch.dtype, heads: int, la
 # ---- compile --------------------------------------------------------------------------------------------------------
 
 
-def resources(ptx: str) -> dict[str, int]:
+def resources(ptx: str, capability: int = CAPABILITY) -> dict[str, int]:
     """Registers of a thread and bytes that spill, as ptxas says, with the options that Triton gives it."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        options = ["-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(CAPABILITY)}"]
-        command = [get_ptxas(CAPABILITY).path, *options, str(source), "-o", str(source.with_suffix(".o"))]
+        options = ["-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(capability)}"]
+        command = [get_ptxas(capability).path, *options, str(source), "-o", str(source.with_suffix(".o"))]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     found = {}
     for name, pattern in (("registers", r"Used (\d+) registers"), ("spilled", r"(\d+) bytes spill stores")):
@@ -141,24 +162,26 @@ def resources(ptx: str) -> dict[str, int]:
     return found
 
 
-def blocks_at_once(registers: int, shared: int, warps: int) -> int:
-    """Blocks that a multiprocessor of compute capability 9.0 holds, from registers of a thread, bytes of a block and
-    warps of a block."""
+def blocks_at_once(registers: int, shared: int, warps: int, capability: int = CAPABILITY) -> int:
+    """Blocks that a multiprocessor holds, from registers of a thread, bytes of a block and warps of a block."""
+    holds = MULTIPROCESSORS[capability]
     of_warp = -(-registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
     by_registers = REGISTERS // of_warp // warps
-    return max(0, min(BLOCKS, WARPS // warps, by_registers, SHARED // (shared + SHARED_OF_BLOCK)))
+    by_shared = holds.shared // (shared + SHARED_OF_BLOCK)
+    return max(0, min(holds.blocks, holds.warps // warps, by_registers, by_shared))
 
 
 @contextlib.contextmanager
-def compiling(launches: list[Launch]) -> Iterator[None]:
-    """Launches are compiled and noted, not run."""
+def compiling(launches: list[Launch], capability: int = CAPABILITY) -> Iterator[None]:
+    """Launches are compiled for a compute capability and noted, not run."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
     from hf_sparseprior.attention.compiled_kernels import triton_device
+    from hf_sparseprior.kernels import triton_sizes
 
     class Compiler:
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
         get_current_device = staticmethod(lambda: 0)
         get_current_stream = staticmethod(lambda device=None: 0)
 
@@ -169,14 +192,17 @@ def compiling(launches: list[Launch]) -> Iterator[None]:
         with _disable_current_modes():
             kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
         shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
-        found = resources(kernel.asm["ptx"])
-        at_once = blocks_at_once(found["registers"], shared, warps)
-        occupancy = at_once * warps / WARPS
+        found = resources(kernel.asm["ptx"], capability)
+        at_once = blocks_at_once(found["registers"], shared, warps, capability)
+        occupancy = at_once * warps / MULTIPROCESSORS[capability].warps
         sizes = {"programs": int(np.prod(grid)), "warps": warps, "shared": shared}
+        sizes["tensor_memory"] = getattr(kernel.metadata, "tmem_size", None) or 0
         launches.append({"name": self.fn.__name__, **sizes, **found, "occupancy": occupancy})
 
     jit.JITFunction.run = compile_only
     triton_device.device_reason = lambda *device: None
+    row = triton_sizes.nearest_row(divmod(capability, 10))
+    triton_sizes.card_row = functools.cache(lambda device: row)
     yield
 
 
@@ -290,15 +316,24 @@ def worker(way: str, names: Sequence[str], sizes: Sequence[int], dtype: torch.dt
 
 def run_worker(way: str, names: Sequence[str], sizes: Sequence[int], dtype: str, heads: int) -> list[dict[str, Any]]:
     """Start `worker` in a process of its own and read what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if way == "trace":
-        environment["TRITON_INTERPRET"] = "1"
     code = "import sys, json, torch; from tasks.benchmark import gpu_count; a = json.loads(sys.argv[1]); "
     code += "gpu_count.worker(a[0], a[1], a[2], getattr(torch, a[3]), a[4])"
-    arguments = json.dumps([way, list(names), list(sizes), dtype, heads])
-    done = subprocess.run([sys.executable, "-c", code, arguments], env=environment, capture_output=True, text=True)
+    return lines_of(code, [way, list(names), list(sizes), dtype, heads], interpreted=way == "trace")
+
+
+def lines_of(code: str, arguments: list[Any], interpreted: bool = False) -> list[dict[str, Any]]:
+    """The JSON lines that Python code prints in a process of its own, whose first argument is JSON.
+
+    Raises:
+        RuntimeError: with the last line of its error.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-c", code, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{way}: {done.stderr.strip().splitlines()[-1]}")
+        raise RuntimeError(f"{arguments[0]}: {done.stderr.strip().splitlines()[-1]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

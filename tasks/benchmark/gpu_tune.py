@@ -54,7 +54,7 @@ def fastest(
         {"key", "tried": {"64 x 8": seconds or why not}, "chosen": sizes, or None for the default}.
     """
     columns = triton_sizes.block_sizes(kernel, q)["COLUMNS"]
-    default = triton_sizes.default_sizes(kernel, q.element_size(), columns)
+    default = triton_sizes.default_sizes(kernel, q.element_size(), columns, triton_sizes.card_row(q.device))
     key = triton_sizes.entry_key(kernel, q.element_size(), columns)
 
     def set_up(sizes: triton_sizes.Sizes) -> Callable[[], Callable[[], Any]]:

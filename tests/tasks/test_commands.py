@@ -226,6 +226,7 @@ def test_what_parsers_repeat_is_what_the_work_knows():
 
     assert {name: rival.about for name, rival in RIVALS.items()} == benchmark.RIVALS
     assert tuple(gpu_count.CASES) == benchmark.COUNTED
+    assert tuple(f"{capability / 10}" for capability in gpu_count.MULTIPROCESSORS) == benchmark.CARDS
     assert tuple(SOURCES) == classification.SOURCES and tuple(TASKS) == vtab.TASKS and SPLITS == IMAGE_SPLITS
     assert tuple(ENVIRONMENTS) == robotics.ENVIRONMENTS
     assert asdict(MotionConfig()) == {**video.CLIPS, "within_shots": False}

@@ -5,15 +5,20 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_sparseprior.attention.choice import choose_backend
 from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.attention.plan import AttentionPlan
+from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import triton_device
 from hf_sparseprior.patterns.decay import DECAYS
-from hf_sparseprior.patterns.supports import MASK_FILLS
+from hf_sparseprior.patterns.supports import MASK_FILLS, LayerKey
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 
 diagonal_triton = pytest.importorskip("hf_sparseprior.kernels.diagonal_triton")
+triton_sizes = pytest.importorskip("hf_sparseprior.kernels.triton_sizes")
 pytestmark = pytest.mark.slow
 
 HALF = [torch.bfloat16, torch.float16]
@@ -24,7 +29,8 @@ FEW = {"name": "window", "w": 2, "diagonal": False}  # few offsets: in the inter
 def launched(kernels, monkeypatch):
     """Names of the kernels that were launched, in order."""
     names = []
-    for name in ("_forward_tokens", "_forward_prefix", "_backward_rows", "_backward_tokens", "_backward_prefix"):
+    kernels_by_name = ("_forward_tokens", "_forward_parts", "_forward_prefix", "_backward_rows", "_backward_tokens")
+    for name in (*kernels_by_name, "_backward_prefix"):
         kernel = getattr(diagonal_triton, name)
 
         class Spy:
@@ -82,6 +88,25 @@ def test_each_way_launches_what_it_should(kernels, other_launches, launched):
     before = ["_backward_rows"] if "delta" in other_launches else []
     forward, backward = (["_forward_prefix"], ["_backward_prefix"]) if "parts" in other_launches else ([], [])
     assert launched == ["_forward_tokens", *forward, *before, "_backward_tokens", *backward]
+
+
+def test_parts_of_a_long_sequence_are_joined_in_two_levels(kernels, launched, monkeypatch):
+    """Five parts of two patches each, two at a time; the last group has one. Logits reach 1000."""
+    monkeypatch.setattr(diagonal_triton, "ONE_LAUNCH_TOKENS", 0)
+    monkeypatch.setattr(diagonal_triton, "JOINED_PARTS", 2)
+    for kernel in triton_sizes.DIAGONAL:
+        monkeypatch.setitem(triton_sizes.TRIED, triton_sizes.entry_key(kernel, 4, 8), {"ROWS": 2, "num_warps": 1})
+    grid, prefix = (5, 2), 1
+    leaves = kernels.make(grid, prefix, heads=1, width=8)
+    kernels.check(leaves, FEW, None, grid, prefix)
+    after = ["_backward_tokens", "_backward_prefix"]
+    assert launched == ["_forward_tokens", "_forward_parts", "_forward_prefix", *after]
+    large = {**leaves, "q": leaves["q"] * 1e3}
+    first, second = (kernels.attend(large, FEW, None, grid, prefix) for _ in range(2))
+    wide = {name: leaf.double() for name, leaf in large.items()}
+    expected = kernels.attend(wide, FEW, None, grid, prefix, backend="reference")
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first.double(), expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("decay", [None, "manhattan"])
@@ -363,11 +388,30 @@ def test_what_cannot_run_is_named(kernels):
 def test_what_a_device_lacks_is_named(kernels, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    assert triton_device.device_reason("cuda", 0) == "compute capability 7.5 must be 8.0 or more"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    assert triton_device.device_reason("cuda", 0) == (
+        "Tesla T4 has compute capability 7.5, and the Triton kernels need 8.0 or more; "
+        "without a forced backend attention runs there in plain PyTorch"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert triton_device.device_reason("cuda", 0) is None
     monkeypatch.setattr(triton_device, "find_spec", lambda name: None)
     assert "triton is not installed" in triton_device.device_reason("cuda", 0)
+
+
+def test_what_runs_on_an_older_card(kernels, monkeypatch):
+    """The card is made up: its tensors have no memory."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100")
+    plan = AttentionPlan(LayerKey(2, (4, 4)), 1, resolve_prior({"support": FEW}, 2, (4, 4))["support"], None)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 17, 8, device="cuda:0", dtype=torch.float16)
+    assert choose_backend(AttentionRequest(q, q, q, plan)) in ("sdpa", "diagonal", "gather", "reference")
+    with pytest.raises(
+        ValueError, match=r"Tesla V100 has compute capability 7.0, .* need 8.0 or more; without a forced"
+    ):
+        choose_backend(AttentionRequest(q, q, q, plan), "triton")
 
 
 def test_the_cpu_is_refused_outside_the_interpreter(kernels, monkeypatch):

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,5 +116,61 @@ def test_a_damaged_table_is_named(path, content):
         triton_sizes.tuned(KEY)
 
 
+@pytest.fixture
+def card(path, monkeypatch):
+    """Makes the GPU one of another compute capability; block sizes of a call on it."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(triton_sizes.triton, "__version__", "3.9.0")
+
+    def clear():
+        triton_sizes.card_row.cache_clear()
+        triton_sizes.device_key.cache_clear()
+
+    def make(*capability):
+        clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        q = SimpleNamespace(shape=(1, 1, 4, 64), device=torch.device("cuda", 0), element_size=lambda: 2)
+        return lambda kernel: triton_sizes.block_sizes(kernel, q)
+
+    yield make
+    clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "row"),
+    [
+        ((8, 0), (8, 0)),
+        ((8, 6), (8, 0)),
+        ((8, 9), (8, 0)),
+        ((9, 0), (9, 0)),
+        ((10, 3), (10, 0)),
+        ((12, 1), (12, 0)),
+        ((99, 0), (12, 0)),
+        ((7, 0), (8, 0)),
+    ],
+)
+def test_a_card_takes_its_row_or_the_nearest_below_and_says_so_once(card, caplog, path, capability, row):
+    with caplog.at_level(logging.DEBUG, "hf_sparseprior.kernels"):
+        found = card(*capability)
+        for kernel in triton_sizes.KERNELS:
+            default = triton_sizes.DECAYED[2, 64].get(kernel)
+            expected = triton_sizes.CARDS[row].get((2, 64), {}).get(kernel, default)
+            assert list(found(kernel).values())[2:] == list(
+                expected or triton_sizes.default_sizes(kernel, 2, 64).values()
+            )
+    own, of_card = (".".join(map(str, version)) for version in (row, capability))
+    said = f"cuda:0: block sizes of compute capability {own} for {of_card}; 0 tuned in {path}"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_what_was_tuned_goes_before_the_row_of_the_card(card, path):
+    found = card(8, 6)
+    default, entry = found("decayed_forward"), triton_sizes.entry_key("decayed_forward", 2, 64)
+    tuned = {"ROWS": 16, "KEYS": 16, "num_warps": 2, "num_stages": 1}
+    triton_sizes.keep_tuned(KEY, {entry: tuned})
+    assert found("decayed_forward") == {**default, **tuned} != default
+
+
 def test_a_cpu_has_no_table():
+    assert triton_sizes.card_row(torch.device("cpu")) == (9, 0)
     assert triton_sizes.device_key(torch.device("cpu")) is None and triton_sizes.tuned(None) == {}

@@ -241,8 +241,8 @@ def split_files(
         raise ValueError(f"{root} has no {config.splits['train'] if config.splits else 'train'}*{ending}")
     chosen = {split: named[name] for split, name in pick_splits(named, config, str(root)).items()}
     used = {name for own in chosen.values() for name in own}
-    for file in files if passed_over is not None else ():
-        if str(file) not in used:
+    for file in files:
+        if passed_over is not None and str(file) not in used:
             passed_over.add(HIDDEN if is_hidden(file.name) else "file of no split", str(file))
     return chosen
 
