@@ -184,7 +184,7 @@ def gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, help=minutes)
     parser.add_argument("--cases", nargs="+", choices=COUNTED, default=list(COUNTED), help="of --count")
     cards = "compile every kernel for these compute capabilities (default: all; an hour); needs no GPU"
-    parser.add_argument("--cards", nargs="*", choices=CARDS, help=cards)
+    modes.add_argument("--cards", nargs="*", choices=CARDS, help=cards)
     parser.add_argument("--tokens", type=int, nargs="+", help="patch tokens, square numbers")
     parser.add_argument("--batch", type=int, help=f"default by tokens: {BATCHES}")
     names = (*GPU_CONTENDERS, *SDPA_KERNELS)
