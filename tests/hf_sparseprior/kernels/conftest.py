@@ -172,8 +172,8 @@ class Kernels:
     def check_compiled(self, prior):
         """A whole layer, traced without a break, gives what it gives untraced; so does the exported layer."""
         torch.manual_seed(0)
-        layer = SparsePriorAttention(32, 2, resolve_prior(prior, 2, (4, 4)))
-        hidden = torch.randn(2, 17, 32)
+        layer = SparsePriorAttention(32, 2, resolve_prior(prior, 2, (4, 4))).to(self.device)
+        hidden = torch.randn(2, 17, 32).to(self.device)
         results = []
         for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
             layer.zero_grad()

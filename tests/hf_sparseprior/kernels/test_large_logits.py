@@ -48,8 +48,8 @@ def check_ties(kernels, support, decay):
         leaves = kernels.make(GRID, prefix, width=16, decay=decay)
         tokens, generator = prefix + 9, torch.Generator().manual_seed(0)
         draws = {name: torch.randint(-3, 4, (1, 2, tokens, 16), generator=generator) for name in "qk"}
-        leaves["q"] = draws["q"] * 2.0 ** (round(math.log2(size)) - 4)
-        leaves["k"] = draws["k"][:, :, torch.arange(tokens) % 3].float()
+        leaves["q"] = (draws["q"] * 2.0 ** (round(math.log2(size)) - 4)).to(kernels.device)
+        leaves["k"] = draws["k"][:, :, torch.arange(tokens) % 3].float().to(kernels.device)
         if decay is not None:
             leaves.update({name: torch.full_like(leaves[name], 200.0) for name in ("beta", "prefix_beta")})
             leaves["alpha"] = torch.ones_like(leaves["alpha"])
