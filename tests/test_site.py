@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, Dinov2Model
@@ -92,9 +93,17 @@ def run_command(words):
     assert main([*arguments, *SHORTER.get(module, [])]) == 0, words
 
 
+@pytest.fixture
+def fresh_accelerator():
+    """A page begins a process, in which nothing is set, and leaves nothing to others."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in FILES])
-def test_the_examples_of_a_page_run(name, place, capsys):
+def test_the_examples_of_a_page_run(name, place, capsys, fresh_accelerator):
     blocks = BLOCK.findall(PAGES[name].read_text())
     ran = 0
     for number, (language, text) in enumerate(blocks):
