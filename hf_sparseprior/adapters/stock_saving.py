@@ -138,11 +138,13 @@ def refuse_files_weights(model: PreTrainedModel, state_dict: dict[str, Tensor], 
     """
     if not any(key.endswith(f".{MARKER}") for key in state_dict):
         return  # not of a model with a prior
-    own = model.state_dict()
-    renamed = {prefix + key for key in revert_weight_conversion(model, own).keys() - own.keys()} & state_dict.keys()
-    scalars = {prefix + key for key in _scalar_names(model, own)}
-    if renamed or (scalars and scalars.isdisjoint(state_dict)):
-        lacking = sorted({prefix + key for key in own} - state_dict.keys())
+    own = {prefix + key: key for key in model.state_dict()}
+    scalars = {prefix + key for key in _scalar_names(model, own.values())}
+    unknown = state_dict.keys() - own.keys()
+    if unknown:  # of these, the names that files have
+        unknown &= {prefix + key for key in revert_weight_conversion(model, model.state_dict())}
+    if unknown or (scalars and scalars.isdisjoint(state_dict)):
+        lacking = sorted(own.keys() - state_dict.keys())
         raise RuntimeError(
             f"{type(model).__name__}.load_state_dict: these weights are those of a saved model with a prior and lack "
             f"{lacking[0]} ({len(lacking)} in all); load the folder with from_pretrained, and go on from a checkpoint "

@@ -77,11 +77,8 @@ def decayed_attention(
         return torch.ops.hf_sparseprior.decayed_triton(*tensors, *options)[0]
     if records(q, k, v, log_gamma, alpha, prefix_gamma):
         return _Decayed.apply(*tensors, *options, tables)
-    if not q.numel():
-        return outputs(q)[0]
-    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, num_prefix_tokens)
-    call = _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
-    return _run_forward(call, _Parts(decay, q, _kept(decay, q, tables)))[0]
+    call = _call_of(*tensors, *options)
+    return _run_forward(call, _Parts(call, _kept(call, tables)))[0]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -150,8 +147,8 @@ class _Parts:
     It can be gone through several times; a table that is whole is made, or compared, once.
     """
 
-    def __init__(self, decay: _Decay, q: Tensor, kept: DecayTable | None = None) -> None:
-        self.decay, self.dtype, self.kept = decay, _table_dtype(q), kept
+    def __init__(self, call: _Call, kept: DecayTable | None = None) -> None:
+        self.decay, self.dtype, self.kept = call.decay, _table_dtype(call.q), kept
         self.made_of = None if kept is None else kept.made_of
         self.whole: _Part | None = None
 
@@ -196,9 +193,10 @@ def _fill(decay: _Decay, part: _Part, made_of: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _kept(decay: _Decay, q: Tensor, tables: Tables | None) -> DecayTable | None:
+def _kept(call: _Call, tables: Tables | None) -> DecayTable | None:
     """The layer's table if there is one or may be one."""
-    if tables is None:
+    q, decay = call.q, call.decay
+    if tables is None or not q.numel():
         return None
     key = (q.device, _table_dtype(q))
     if (found := tables.get(key)) is not None:
@@ -239,10 +237,21 @@ class _Call(NamedTuple):
         return {"CURVES": curves, "HEADS": next_power_of_2(heads), "PRECISION": _precision(self.q)}
 
 
+def _call_of(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, log_gamma: Tensor, alpha: Tensor, prefix_gamma: Tensor | None,
+    seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
+) -> _Call:  # fmt: skip
+    """From the arguments of the operator."""
+    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
+    return _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
+
+
 def _run_forward(call: _Call, parts: _Parts) -> tuple[Tensor, Tensor]:
     """Output (B, H, T, D) and float32 (B, H, T, 2), see `store_softmax`."""
     q, k, v, decay = call[:4]
     out, stats = outputs(q)
+    if not q.numel():
+        return out, stats
     images, heads, tokens, _ = q.shape
     sizes = block_sizes("decayed_forward", q)
     strides = (q.stride(), k.stride(), v.stride(), out.stride())
@@ -365,10 +374,8 @@ def _forward(
     seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, H, T, D) and float32 (B, H, T, 2), see `store_softmax`."""
-    if not q.numel():
-        return outputs(q)
-    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-    return _run_forward(_Call(q, k, v, decay, alpha, seed, scale, dropout_p), _Parts(decay, q))
+    call = _call_of(q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, prefix, scale, dropout_p)
+    return _run_forward(call, _Parts(call))
 
 
 @torch.library.custom_op("hf_sparseprior::decayed_triton_backward", mutates_args=())
@@ -378,9 +385,8 @@ def _backward(
     learns_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, and (C + 2, H) gradients of log_gamma, prefix_gamma and alpha, without columns if not learned."""
-    decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-    call = _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
-    return _run_backward(call, _Parts(decay, q), grad, out, stats, learns_decay)
+    call = _call_of(q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, prefix, scale, dropout_p)
+    return _run_backward(call, _Parts(call), grad, out, stats, learns_decay)
 
 
 @_forward.register_fake
@@ -406,8 +412,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None = None) -> tu
     if grad is None:
         return (None,) * 11
     q, k, v, positions, *scalars, seed, out, stats = ctx.saved_tensors
-    prefix, scale, dropout_p = ctx.options
     if torch.is_grad_enabled():  # create_graph=True
+        _, scale, dropout_p = ctx.options
         keep = kept_pairs(q, seed, dropout_p)
         grads = gradients(decayed, (q, k, v, *scalars), grad, positions=positions, scale=scale, keep=keep)
         return *grads[:3], None, *grads[3:], *(None,) * 4
@@ -418,9 +424,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None = None) -> tu
         )
     else:
         log_gamma, alpha, prefix_gamma = scalars
-        decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-        call = _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
-        dq, dk, dv, d_decay = _run_backward(call, _Parts(decay, q, ctx.kept), grad, out, stats, learns_decay)
+        call = _call_of(q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, *ctx.options)
+        dq, dk, dv, d_decay = _run_backward(call, _Parts(call, ctx.kept), grad, out, stats, learns_decay)
     if not learns_decay:
         return dq, dk, dv, *(None,) * 8
     d_prefix = None if scalars[2] is None else d_decay[-2]
@@ -437,21 +442,16 @@ class _Decayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         inputs, tables = given[:-1], given[-1]
-        q, k, v, positions, log_gamma, alpha, prefix_gamma, seed, prefix, scale, dropout_p = inputs
-        if not q.numel():
-            out, stats = outputs(q)
-            _setup_context(ctx, inputs, (out, stats))
-            return out
-        decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
+        call = _call_of(*inputs)
         learns = any(ctx.needs_input_grad[4:7])
-        kept = None if learns else _kept(decay, q, tables)
-        parts = _Parts(decay, q, kept)
-        out, stats = _run_forward(_Call(q, k, v, decay, alpha, seed, scale, dropout_p), parts)
+        kept = None if learns else _kept(call, tables)
+        parts = _Parts(call, kept)
+        out, stats = _run_forward(call, parts)
         _setup_context(ctx, inputs, (out, stats))
         if kept is None and any(ctx.needs_input_grad) and parts.whole is not None:
             # The backward pass finds it, if there is room.
             table = parts.whole.table
-            kept = DecayTable(table, None) if _fits(q.device, table.nbytes) else None
+            kept = DecayTable(table, None) if _fits(table.device, table.nbytes) else None
         ctx.kept = kept
         return out
 

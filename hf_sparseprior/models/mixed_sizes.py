@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoImageProcessor
 
 from hf_sparseprior.attention.packing import as_patches, checked_image
 from hf_sparseprior.base.checks import check_integer
@@ -34,8 +35,6 @@ def mixed_size_processor(config: Any, max_num_patches: int | None = None) -> Any
     Raises:
         ValueError: for patches that are not square, and a number below 1.
     """
-    from transformers import AutoImageProcessor  # importing the package does not need it
-
     height, width = as_pair(config.patch_size)
     if height != width:
         raise ValueError(f"patch_size={[height, width]} must be square for images of several sizes")

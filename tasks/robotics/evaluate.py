@@ -265,15 +265,12 @@ def run_episodes(
         return found, len(wanted) - before, simulator.fps
 
 
-def play_here(
-    store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollouts: Rollouts, actions: Any = None
-) -> None:
+def play_here(store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollouts: Rollouts, actions: Any) -> None:
     """Play episodes in one of several processes, which has nothing yet. `actions`: a number they share, of actions."""
 
     def on_step(step: int, horizon: int) -> None:
-        if actions is not None:
-            with actions.get_lock():
-                actions.value += 1
+        with actions.get_lock():
+            actions.value += 1
 
     policy = load_policy(folder, rollouts)
     with make_matching_environment(policy.about, str(folder)) as simulator:

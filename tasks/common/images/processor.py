@@ -26,9 +26,11 @@ def make_processor(
     if model_config.num_channels not in (1, 3):
         raise ValueError(f"model.num_channels={model_config.num_channels} must be 3 (colour) or 1 (grey) for images")
     settings = {**own_processor_settings(model_config), **(asdict(decoding) if decoding else {})}
-    grey = model_config.num_channels == 1
+    whole, cropped = ViTImageProcessorPil, BitImageProcessorPil
+    if model_config.num_channels == 1:
+        whole = cropped = SparsePriorImageProcessor
     if eval_crop_ratio is None:
-        return (SparsePriorImageProcessor if grey else ViTImageProcessorPil)(**settings)
+        return whole(**settings)
     height, width = settings["size"]["height"], settings["size"]["width"]
     if height != width:
         raise ValueError(
@@ -36,6 +38,4 @@ def make_processor(
         )
     settings.update(crop_size=settings["size"], do_center_crop=True)
     settings["size"] = {"shortest_edge": round(height / eval_crop_ratio)}
-    if grey:
-        return SparsePriorImageProcessor(**settings)
-    return BitImageProcessorPil(**{**settings, "image_processor_type": "BitImageProcessor"})
+    return cropped(**settings)
