@@ -143,6 +143,10 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
             for rate in ("0.4", "0.9", "0.2", "0.1")
         ],
     ),
+    "sparsifiner, keys as now": (
+        r"with keys chosen as now, ([\d.]+) at 0\.1 \(not significant\)",
+        lambda: [points("sparsifiner_published", "0.1", significant=False)],
+    ),
     "parameters": (r"(\d+) to (\d+) % more parameters", sparsifiner_parameters),
     "prediction": (
         r"a rate of 0\.25 the speed of dense, ([\d.]+) times its memory",
