@@ -59,7 +59,9 @@ class Build(build_py):
         folder.mkdir(parents=True, exist_ok=True)
         for name, (_, flags) in build.VARIANTS.items():
             print(f"compiling the CPU kernels for {name}")
-            build.compile_library(build.find_compiler(), folder / f"{name}.so", [*flags, "-s"])
+            for host in (build.TORCH, build.ONNXRUNTIME):
+                library = folder / build.prebuilt_file(name, host)
+                build.compile_library(build.find_compiler(), library, [*flags, "-s"], host=host)
         (folder / "libtorch_cpu.so").unlink()
 
 

@@ -12,7 +12,13 @@ import sys
 from hf_sparseprior.cli.arguments import PROGRAM, make_parser
 from hf_sparseprior.cli.command import USER_ERRORS, report_error
 
-FOR_FORMATS = ("size", "backend", "weights", "images")  # options of `export` that mean nothing without --format
+FOR_FORMATS = (
+    "size",
+    "backend",
+    "weights",
+    "images",
+    "kernels",
+)  # options of `export` that mean nothing without --format
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +76,7 @@ def export(arguments: argparse.Namespace) -> list[str]:
     if arguments.license:
         raise ValueError("--license is for the model card, which a folder with --format does not have")
     backend = arguments.backend or BACKENDS[0]
-    options = (arguments.size, backend, arguments.weights, arguments.images)
+    options = (arguments.size, backend, arguments.weights, arguments.images, bool(arguments.kernels))
     return deploy(arguments.source, arguments.out, arguments.format, *options)
 
 

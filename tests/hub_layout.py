@@ -97,7 +97,7 @@ def lay_out(out: Path, variants: Sequence[str] = tuple(build.VARIANTS)) -> Path:
     compiler = build.find_compiler()
     if compiler is None:
         raise RuntimeError(f"no C++ compiler ({', '.join(build.COMPILERS)}) is installed")
-    sources = (*build.SOURCES, *build.HEADERS, *(build.FOLDER / f"{name}.py" for name in MODULES))
+    sources = (*build.TORCH.sources, *build.TORCH.headers, *(build.FOLDER / f"{name}.py" for name in MODULES))
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     namespace = f"_{NAME.replace('-', '_')}_cpu_{digest}"
     metadata = {

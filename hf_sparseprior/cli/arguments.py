@@ -98,6 +98,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS, help=f"with --format: the form of attention (default {BACKENDS[0]})"
     )
+    text = "with --format: keep the compiled operators in the file, which then needs their library where it runs"
+    parser.add_argument("--kernels", action="store_true", default=None, help=text)
     weights = ", ".join(f"{name} (--format {' or '.join(formats)})" for name, formats in WEIGHTS.items())
     parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
     text = "with --format: folder with a folder of images for each class, for the accuracy"

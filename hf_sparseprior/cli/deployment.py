@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from hf_sparseprior.attention.plain_operations import Plain, plain_operations
 from hf_sparseprior.base.families import family_of
-from hf_sparseprior.base.files import check_new, whole_folder, write_text
+from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
 from hf_sparseprior.base.json_files import read_json_object
+from hf_sparseprior.base.version import __version__
+from hf_sparseprior.cli import onnx_operators
 from hf_sparseprior.cli.export import saved_source
 from hf_sparseprior.cli.labelled_images import accuracies, read_class_folders
 from hf_sparseprior.cli.runtimes import (
@@ -58,12 +60,13 @@ SLOWER = 1.05  # what is less is noise
 class Traced(NamedTuple):
     """A traced model.
 
-    program: takes pixel_values of any batch. outputs: their names. plain: which backends ran its attention.
+    program: takes pixel_values of any batch. outputs: their names. attention: which backends ran its attention, or with
+    kernels which of their operators it calls, and how often.
     """
 
     program: torch.export.ExportedProgram
     outputs: list[str]
-    plain: Plain
+    attention: dict[str, int]
 
 
 class Outputs(nn.Module):
@@ -112,6 +115,7 @@ def deploy(
     backend: str = BACKENDS[0],
     weights: str | None = None,
     labelled: str | os.PathLike | None = None,
+    kernels: bool = False,
 ) -> list[str]:
     """Write a saved model as a file for another program, compare the two, and time the file.
 
@@ -125,6 +129,8 @@ def deploy(
         backend: the form of attention, one of `BACKENDS`. Layers that it cannot run take "sdpa" or "reference".
         weights: one of `WEIGHTS` that the format takes, in place of float32.
         labelled: folder of images, a folder for each class, on which a classifier's accuracy is measured.
+        kernels: the file keeps the compiled operators, and needs their library where it runs. The chooser decides which
+            layers take them, as in PyTorch.
 
     Returns:
         Lines for the user: what was written, how it was compared, and how long it takes.
@@ -138,6 +144,11 @@ def deploy(
     format_ = FORMATS[format_name]
     check_weights(weights, format_name)
     format_.check_packages()
+    if kernels and backend != BACKENDS[0]:
+        raise ValueError(
+            f"--kernels and --backend {backend} exclude each other: both say how attention runs in the file"
+        )
+    library = kernels_library(format_) if kernels else None
     out = Path(out)
     check_new(out)
     source, model = saved_source(source)
@@ -148,11 +159,13 @@ def deploy(
     processor = processor_settings(source, model.config)
     files = [] if labelled is None else labelled_files(labelled, model)
     with whole_folder(out) as scratch, tempfile.TemporaryDirectory() as whole:
-        traced, call = export(model, format_, Path(whole) if weights else scratch, backend)
+        traced, call = export(model, format_, Path(whole) if weights else scratch, backend, kernels)
         calls, about = {"file": call}, description(model, format_, traced)
+        if library is not None:
+            about["kernels"] = library_record(library)
         about["compared"], line = compare(model, format_, call)
         if weights is not None:
-            narrow, difference = narrow_file(model, format_, weights, Path(whole), scratch, backend)
+            narrow, difference = narrow_file(model, format_, weights, Path(whole), scratch, backend, kernels)
             calls = {"file": narrow, "float32": call}
             about["weights"], about["compared"][weights] = weights, difference
             line += f"; with weights of {weights}: {difference:.1e}"
@@ -161,9 +174,33 @@ def deploy(
         if files:
             about["accuracy"], line = measured_accuracy(model, format_, calls, files, scratch)
             lines.append(line)
-        about["milliseconds"], about["quartiles"], timed = latencies(model, format_, calls, backend)
+        about["milliseconds"], about["quartiles"], timed = latencies(model, format_, calls, backend, kernels)
         write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
+    if library is not None:
+        lines.append(f"it needs the operators of {library} where it runs (docs/export.md)")
     return [f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}", *lines, *timed]
+
+
+def kernels_library(format_: Format) -> Path:
+    """The library with a format's operators.
+
+    Raises:
+        ValueError: if this machine cannot have it; without --kernels none is needed.
+    """
+    try:
+        return format_.library()
+    except RuntimeError as error:
+        raise ValueError(f"--kernels: {error}; a file without --kernels needs none") from error
+
+
+def library_record(library: Path) -> dict[str, Any]:
+    """What deployment.json says of the library that a file needs."""
+    return {
+        "library": library.name,
+        "sha256": file_sha256(library),
+        "operators": onnx_operators.VERSION,
+        "hf_sparseprior": __version__,
+    }
 
 
 def _named(model: Any) -> str:
@@ -221,16 +258,17 @@ def images(config: Any, batch: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
-    """A model in evaluation mode as a graph of PyTorch's own operations, for any batch.
+def trace(model: Any, backend: str = BACKENDS[0], kernels: bool = False) -> Traced:
+    """A model in evaluation mode as a graph of PyTorch's own operations, and with `kernels` of ours, for any batch.
 
     Raises:
-        ValueError: for a backend that no layer can run, and a model that cannot be traced; the message names both.
+        ValueError: for a backend that no layer can run, a model that cannot be traced, and with `kernels` one that
+            calls none; the message names both.
     """
     outputs = Outputs(model).eval()
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     order = (backend,) if backend == "reference" else tuple(dict.fromkeys((backend, "sdpa", "reference")))
-    with plain_operations(*order) as plain, torch.no_grad():
+    with contextlib.nullcontext(Plain(())) if kernels else plain_operations(*order) as plain, torch.no_grad():
         try:
             names = list(outputs.named(images(model.config, 1)))
             plain.ran.clear()
@@ -238,19 +276,29 @@ def trace(model: Any, backend: str = BACKENDS[0]) -> Traced:
                 program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # torch has many for what it cannot trace
             raise ValueError(f"{_named(model)} cannot be traced: {_reason(error)}") from error
+    if kernels:
+        called = onnx_operators.counted(program)
+        if not called:
+            raise ValueError(
+                f"--kernels: {_named(model)} takes no compiled operator for images of this size: dense attention is "
+                "faster there, or they cannot compute its attention (SPARSEPRIOR_LOG=debug says which)"
+            )
+        return Traced(program, names, dict(called))
     if backend != BACKENDS[0] and not plain.ran[backend]:
         reason = plain.refused.get(backend, "none of them computes attention over pairs")
         raise ValueError(f"--backend {backend} runs no layer of {_named(model)}: {reason}")
-    return Traced(program, names, plain)
+    return Traced(program, names, dict(plain.ran))
 
 
-def export(model: Any, format_: Format, folder: Path, backend: str = BACKENDS[0]) -> tuple[Traced, Call]:
+def export(
+    model: Any, format_: Format, folder: Path, backend: str = BACKENDS[0], kernels: bool = False
+) -> tuple[Traced, Call]:
     """Write a model in evaluation mode in a format, and load the file.
 
     Raises:
         ValueError: for what the format or its program cannot express; the message names the model.
     """
-    traced = trace(model, backend)
+    traced = trace(model, backend, kernels)
     with refused_by_name(model, format_):
         format_.write(traced.program, traced.outputs, folder)
         call = format_.load(folder / format_.file, torch.get_num_threads())
@@ -277,7 +325,7 @@ def _reason(error: BaseException) -> str:
 
 
 def narrow_file(
-    model: Any, format_: Format, weights: str, whole: Path, folder: Path, backend: str
+    model: Any, format_: Format, weights: str, whole: Path, folder: Path, backend: str, kernels: bool = False
 ) -> tuple[Call, float]:
     """Write a model with other weights than float32 into a folder, load it, and find the largest of its `differences`.
 
@@ -287,9 +335,9 @@ def narrow_file(
         ValueError: as `export`, and for outputs that are no numbers.
     """
     if weights == "bfloat16":
-        call = export(copy.deepcopy(model).to(torch.bfloat16), format_, folder, backend)[1]
+        call = export(copy.deepcopy(model).to(torch.bfloat16), format_, folder, backend, kernels)[1]
     elif format_ is FORMATS["torch"]:
-        call = export(with_int8_layers(model), format_, folder, backend)[1]
+        call = export(with_int8_layers(model), format_, folder, backend, kernels)[1]
     else:
         with refused_by_name(model, format_):
             (quantize_onnx if format_ is FORMATS["onnx"] else quantize_openvino)(whole, folder)
@@ -367,7 +415,7 @@ def description(model: Any, format_: Format, traced: Traced) -> dict[str, Any]:
         "image_size": list(as_pair(config.image_size)),
         "outputs": traced.outputs,
         "labels": labels,
-        "attention": dict(traced.plain.ran),
+        "attention": traced.attention,
         "versions": format_.versions,
     }
 
@@ -407,6 +455,7 @@ CONTENDERS = {
     "file": "{title}, {prior}",
     "float32": "{title}, {prior}, weights of float32",
     "default": "{title}, {prior}, without --backend",
+    "portable": "{title}, {prior}, without --kernels",
     "dense": "{title}, dense",
     "pytorch": "PyTorch, {prior}",
 }
@@ -426,13 +475,13 @@ def contender_names(keys: Iterable[str], model: Any, format_: Format) -> dict[st
 
 
 def latencies(
-    model: Any, format_: Format, calls: Mapping[str, Call], backend: str
+    model: Any, format_: Format, calls: Mapping[str, Call], backend: str, kernels: bool = False
 ) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
     """Milliseconds of an image in each of `CONTENDERS` that there is, median and quartiles, and lines for the user."""
     pixels, contenders = images(model.config, 1), dict(calls)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        if backend != BACKENDS[0]:
-            contenders["default"] = export(model, format_, Path(first))[1]
+        if kernels or backend != BACKENDS[0]:
+            contenders["portable" if kernels else "default"] = export(model, format_, Path(first))[1]
         if (twin := dense_twin(model)) is not None:
             contenders["dense"] = export(twin, format_, Path(second))[1]
         contenders["pytorch"] = lambda pixels: model(pixel_values=pixels)
@@ -454,11 +503,12 @@ def advice(times: dict[str, float], title: str, backend: str) -> list[str]:
         lines.append(f"these weights are slower in {title} than those of float32: leave --weights out")
     if form > SLOWER * times.get("default", math.inf):
         lines.append(f"--backend {backend} is slower in {title} than the default, which gives the same outputs")
+    if form > SLOWER * times.get("portable", math.inf):
+        lines.append(f"this model is faster in {title} without --kernels, which gives the same outputs")
     if form > SLOWER * times.get("dense", math.inf):
+        why = "" if "portable" in times else ", which has no kernels for it (--kernels takes ours along)"
         better = "this model in PyTorch" if times["pytorch"] < times["dense"] else "a model trained with prior dense"
-        lines.append(
-            f"the prior is slower than dense attention in {title}, which has no kernels for it; faster: {better}"
-        )
+        lines.append(f"the prior is slower than dense attention in {title}{why}; faster: {better}")
     return lines
 
 

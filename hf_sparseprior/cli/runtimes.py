@@ -19,6 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_sparseprior.cli import onnx_operators
+from hf_sparseprior.kernels import build, diagonal_cpu
+from hf_sparseprior.kernels.program_libraries import onnx_library, onnx_session_options, openvino_extension
+
 INPUT = "pixel_values"
 # A loaded file: images (B, ...) to the outputs in the order in which they were named.
 Call = Callable[[Tensor], list[np.ndarray]]
@@ -30,7 +34,7 @@ class Format:
 
     title: of the program that runs it. file: the model's. packages: that must be installed, all of the extra `export`.
     write: writes a traced model, whose outputs have these names, into a folder. load: reads the file, for so many
-    threads.
+    threads. library: what a file with our operators needs, compiled if need be.
     """
 
     title: str
@@ -38,6 +42,7 @@ class Format:
     packages: tuple[str, ...]
     write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]
     load: Callable[[Path, int], Call]
+    library: Callable[[], Path]
 
     def check_packages(self) -> None:
         """Raise ImportError, which names it, if a package is missing."""
@@ -51,10 +56,10 @@ class Format:
 
 
 def _write_torch(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
-    for part in _graph_modules(
-        program.graph_module
-    ):  # torch cannot read unused parts of nothing, as of one curve's rest
-        part.graph.eliminate_dead_code()
+    for part in _graph_modules(program.graph_module):
+        part.graph.eliminate_dead_code()  # torch cannot read unused parts of nothing, as of one curve's rest
+        for node in part.graph.nodes:
+            node.meta.pop("stack_trace", None)  # with the paths of this machine
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about weights that lie on other devices
         torch.export.save(program, folder / FORMATS["torch"].file)
@@ -80,7 +85,9 @@ def _graph_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
     return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
-def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
+def _write_onnx(
+    program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path, folds: bool = True
+) -> None:
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)  # it names operators of torchvision, which nothing needs
@@ -90,23 +97,51 @@ def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], f
             nodes = [node for part in _graph_modules(program.graph_module) for node in part.graph.nodes]
             if any(node.target is torch.ops.aten.sort.stable for node in nodes):
                 program = program.run_decompositions({torch.ops.aten.sort.stable: _sorted})
-            made = torch.onnx.export(program, dynamo=True, verbose=False, input_names=[INPUT], output_names=outputs)
+            table = onnx_operators.translations() if diagonal_cpu.ready() is None else None
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                input_names=[INPUT],
+                output_names=outputs,
+                custom_translation_table=table,
+            )
     finally:
         log.setLevel(level)
     assert made is not None
-    made.save(folder / FORMATS["onnx"].file)
+    import onnx
+
+    file = folder / FORMATS["onnx"].file
+    made.save(file)
+    model = onnx.load(file, load_external_data=False)
+    onnx_operators.forget_sources(model)
+    if folds and not any(tensor.external_data for tensor in model.graph.initializer):
+        onnx_operators.fold(model)
+    onnx.save(model, file)
 
 
 def _load_onnx(file: Path, threads: int) -> Call:
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
+    options = onnx_session_options(threads) if onnx_operators.has_operators(file) else onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3  # it warns of weights that it folds
     # Its threads would busy-wait after a call, on the cores of what is timed next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     return lambda images: session.run(None, {INPUT: images.numpy()})
+
+
+@cache
+def _core_with_operators() -> Any:
+    """The same core, which knows our operators."""
+    core = openvino_core()
+    core.add_extension(str(openvino_extension()))
+    return core
+
+
+def _core_for(file: Path) -> Any:
+    return _core_with_operators() if onnx_operators.has_operators(file) else openvino_core()
 
 
 @cache
@@ -125,20 +160,21 @@ def onnx_to_openvino(source: Path, folder: Path) -> None:
     """Write the ONNX file of a folder into another as OpenVINO's two, model.xml and the weights next to it."""
     import openvino
 
-    model = openvino_core().read_model(source / FORMATS["onnx"].file)
+    file = source / FORMATS["onnx"].file
+    model = _core_for(file).read_model(file)
     openvino.save_model(model, folder / FORMATS["openvino"].file, compress_to_fp16=False)
 
 
 def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        _write_onnx(program, outputs, Path(scratch))
+        _write_onnx(program, outputs, Path(scratch), folds=False)  # OpenVINO does it when it loads a file
         onnx_to_openvino(Path(scratch), folder)
 
 
 def _load_openvino(file: Path, threads: int) -> Call:
     # Where a processor has products of bfloat16 OpenVINO would take them unasked.
     options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-    core = openvino_core()
+    core = _core_for(file)
     request = core.compile_model(core.read_model(file), "CPU", options).create_infer_request()
 
     def call(images: Tensor) -> list[np.ndarray]:
@@ -148,10 +184,26 @@ def _load_openvino(file: Path, threads: int) -> Call:
     return call
 
 
+def torch_library() -> Path:
+    """The operators for torch: what `torch.ops.load_library` takes.
+
+    Raises:
+        RuntimeError: if there are none on this machine.
+    """
+    if reason := diagonal_cpu.ready():
+        raise RuntimeError(f"no CPU kernels: {reason}")
+    library = build.loaded_library()
+    assert library is not None
+    return library
+
+
+ONNX = ("onnx", "onnxscript")
 FORMATS = {
-    "torch": Format("torch.export", "model.pt2", (), _write_torch, _load_torch),
-    "onnx": Format("ONNX Runtime", "model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
-    "openvino": Format("OpenVINO", "model.xml", ("onnx", "onnxscript", "openvino"), _write_openvino, _load_openvino),
+    "torch": Format("torch.export", "model.pt2", (), _write_torch, _load_torch, torch_library),
+    "onnx": Format("ONNX Runtime", "model.onnx", (*ONNX, "onnxruntime"), _write_onnx, _load_onnx, onnx_library),
+    "openvino": Format(
+        "OpenVINO", "model.xml", (*ONNX, "openvino"), _write_openvino, _load_openvino, openvino_extension
+    ),
 }
 
 # Weights of fewer bits, and the formats that have them. ONNX Runtime has no bfloat16 on CPUs, and OpenVINO computes in
@@ -216,7 +268,7 @@ def quantize_openvino(source: Path, folder: Path) -> None:
     import openvino.opset13 as ops
 
     file, count = FORMATS["openvino"].file, 0
-    model = openvino_core().read_model(source / file)
+    model = _core_for(source / file).read_model(source / file)
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul":
             continue

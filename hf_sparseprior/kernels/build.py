@@ -26,19 +26,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger("hf_sparseprior.kernels")
 
 FOLDER = Path(__file__).parent
 # The ones that take longest come first.
-NAMES = ("diagonal", "operators", "decayed", "listed", "predicted", "weights")
-SOURCES = tuple(FOLDER / f"{name}_cpu.cpp" for name in NAMES)
-HEADERS = (FOLDER / "kernels.h", FOLDER / "vectors.h", FOLDER / "torch_abi.h")
+ARITHMETIC = ("diagonal", "decayed", "listed", "predicted", "weights")
 COMPILERS = ("g++", "clang++", "c++")
 # No fast-math: -inf and the rounding of exp are needed.
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
+# Libraries of several hosts may be in one process, so they show nothing of themselves but what a host asks for.
+FLAGS = (
+    *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas"),
+)
 SECONDS = 900  # for all of a build
 # What compilers and linkers print where the machine failed and not the sources.
 PASSING = re.compile(
@@ -76,6 +78,59 @@ assert all((out - 1).abs().max() < 1e-5 for out in outs)
 assert call.pair_weights(x, index(1), index(1) + 1, index(1).long(), -torch.ones(1, 1), ones, 4).shape == (4,)
 assert call.predicted_keys(x, torch.ones(4, 2), 0, 1, 0.0).shape == (1, 1, 2, 1)
 """
+
+
+REGISTERS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
+
+
+def _torchs_library(compiler: Sequence[str], output: Path, start: float) -> list[str]:
+    """What the linker needs for functions of torch, which are found when the library is loaded."""
+    if sys.platform == "darwin":
+        return ["-undefined", "dynamic_lookup"]
+    # The library asks for libtorch_cpu, whose functions a process that has imported torch has. An empty one does to
+    # link.
+    stub = output.with_name("libtorch_cpu.so")
+    words = ["-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cpu.so", "-o", str(stub)]
+    _run(Path(compiler[0]).name, [[*compiler, *words]], start)
+    return ["-Wl,--no-as-needed", "-L", str(stub.parent), "-ltorch_cpu"]
+
+
+class Host(NamedTuple):
+    """A program whose operators the kernels become, in a library of its own.
+
+    title: for messages. file: begins the names of its libraries in the cache. own: sources and headers beside those of
+    the arithmetic. trial: runs in a process of its own, with the library's path. links: what the linker needs, of
+    compiler, output and the time at which the build began. flags: further words for the compiler. key: what else a
+    library fits.
+    """
+
+    title: str
+    file: str
+    own: tuple[str, ...]
+    trial: Callable[[], str]
+    links: Callable[[Sequence[str], Path, float], list[str]] = lambda compiler, output, start: []
+    flags: tuple[str, ...] = ()
+    key: str = ""
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The ones that take longest come first."""
+        own = tuple(name for name in self.own if name.endswith(".cpp"))
+        arithmetic = [f"{name}_cpu.cpp" for name in ARITHMETIC]
+        return tuple(FOLDER / name for name in (arithmetic[0], *own, *arithmetic[1:]))
+
+    @property
+    def headers(self) -> tuple[Path, ...]:
+        """All that the sources include of these files."""
+        own = tuple(name for name in self.own if name.endswith(".h"))
+        return tuple(FOLDER / name for name in ("kernels.h", "vectors.h", "checks.h", "calls.h", *own))
+
+
+TORCH = Host("CPU kernels", "attention_cpu", ("operators_cpu.cpp", "torch_abi.h"), lambda: TRIAL, _torchs_library)
+PROGRAM = ("program_operators_cpu.cpp", "arrays.h", "program_operators.h")
+ONNXRUNTIME = Host(
+    "operators for ONNX Runtime", "onnxruntime_cpu", (*PROGRAM, "onnxruntime_cpu.cpp"), lambda: REGISTERS
+)
 
 
 class PassingFailure(RuntimeError):
@@ -139,7 +194,12 @@ def _open(library: Path) -> None:
 # ---- which library --------------------------------------------------------------------------------------------------
 
 
-def prebuilt_library(choice: str | None = None) -> Path | None:
+def prebuilt_file(variant: str, host: Host = TORCH) -> str:
+    """The name of a wheel's library."""
+    return f"{variant}.so" if host is TORCH else f"{host.file}-{variant}.so"
+
+
+def prebuilt_library(choice: str | None = None, host: Host = TORCH) -> Path | None:
     """The best of a wheel's libraries that this processor runs, or the one of this name; None: compile.
 
     Raises:
@@ -149,20 +209,20 @@ def prebuilt_library(choice: str | None = None) -> Path | None:
         return None
     features = set(_processor().split())
     for name, (needed, _) in VARIANTS.items():
-        library = PREBUILT / f"{name}.so"
+        library = PREBUILT / prebuilt_file(name, host)
         if choice in (None, name) and library.is_file() and needed <= features:
             return library
     if choice is not None:
         why = (
             "this processor has not all of its instructions"
-            if (PREBUILT / f"{choice}.so").is_file()
+            if (PREBUILT / prebuilt_file(choice, host)).is_file()
             else "it is not there"
         )
         raise RuntimeError(f"SPARSEPRIOR_KERNELS={choice}: {why}")
     return None
 
 
-def compiled_library() -> Path:
+def compiled_library(host: Host = TORCH) -> Path:
     """The library that is compiled on this machine, compiled now if it is not there.
 
     Raises:
@@ -173,9 +233,9 @@ def compiled_library() -> Path:
         raise RuntimeError(
             f"no C++ compiler ({', '.join(COMPILERS)}) is installed; on Debian and Ubuntu: apt-get install g++"
         )
-    library = library_path(compiler)
+    library = library_path(compiler, host)
     if misfit(library) is not None:
-        build(compiler, library)
+        build(compiler, library, host)
     return library
 
 
@@ -201,14 +261,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_sparseprior" / "kernels"
 
 
-def library_path(compiler: Sequence[str]) -> Path:
-    """The compiled kernels of these sources, compiler and processor, for every torch."""
+def library_path(compiler: Sequence[str], host: Host = TORCH) -> Path:
+    """The compiled kernels of these sources, compiler and processor, for every torch, or every release of a host."""
     said = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     version = said.decode("utf-8", "replace")
-    sources = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
-    parts = [*sources, version, " ".join(command(compiler)), _processor()]
+    sources = [path.read_text(encoding="utf-8") for path in (*host.sources, *host.headers)]
+    parts = [*sources, version, " ".join(command(compiler)), *host.flags, host.key, _processor()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return cache_folder() / f"attention_cpu-{digest}.so"
+    return cache_folder() / f"{host.file}-{digest}.so"
 
 
 def _processor() -> str:
@@ -274,7 +334,7 @@ def forget_failures() -> None:
 # ---- building -------------------------------------------------------------------------------------------------------
 
 
-def build(compiler: Sequence[str], library: Path) -> None:
+def build(compiler: Sequence[str], library: Path, host: Host = TORCH) -> None:
     """Compile into the cache. Processes that start together wait for one of them.
 
     Raises:
@@ -295,7 +355,7 @@ def build(compiler: Sequence[str], library: Path) -> None:
         if library.exists() or library.is_symlink():
             logger.warning("%s; it is built again", reason)
         try:
-            _build(compiler, library)
+            _build(compiler, library, host)
         except PassingFailure:
             raise
         except RuntimeError as error:
@@ -313,15 +373,17 @@ def _remember(failed: Path, said: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _build(compiler: Sequence[str], library: Path) -> None:
+def _build(compiler: Sequence[str], library: Path, host: Host) -> None:
     name = Path(compiler[0]).name
-    logger.warning("compiling the CPU kernels with %s, once on this machine, less than a minute", name)
+    logger.warning("compiling the %s with %s, once on this machine, less than a minute", host.title, name)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.build-", dir=library.parent) as scratch:
         output = Path(scratch) / library.name
         for _ in range(2):  # a library that crashes is built once more
-            compile_library(compiler, output, start=start)
-            trial = subprocess.run([sys.executable, "-c", TRIAL, str(output)], capture_output=True, timeout=SECONDS)
+            compile_library(compiler, output, start=start, host=host)
+            trial = subprocess.run(
+                [sys.executable, "-c", host.trial(), str(output)], capture_output=True, timeout=SECONDS
+            )
             if trial.returncode == 0:
                 break
         else:
@@ -340,9 +402,13 @@ def _build(compiler: Sequence[str], library: Path) -> None:
 
 
 def compile_library(
-    compiler: Sequence[str], output: Path, flags: Sequence[str] | None = None, start: float | None = None
+    compiler: Sequence[str],
+    output: Path,
+    flags: Sequence[str] | None = None,
+    start: float | None = None,
+    host: Host = TORCH,
 ) -> None:
-    """Compile the sources side by side and link them. What they need of torch is found when the library is loaded.
+    """Compile a host's sources side by side and link them.
 
     Args:
         compiler, flags: as of `command`.
@@ -352,24 +418,13 @@ def compile_library(
     Raises:
         RuntimeError: with the compiler's first error.
     """
-    name, words = Path(compiler[0]).name, command(compiler, flags)
+    name, words = Path(compiler[0]).name, [*command(compiler, flags), *host.flags]
     start = time.perf_counter() if start is None else start
-    objects = [output.with_name(f"{output.stem}-{source.stem}.o") for source in SOURCES]
-    pairs = zip(SOURCES, objects, strict=True)
+    objects = [output.with_name(f"{output.stem}-{source.stem}.o") for source in host.sources]
+    pairs = zip(host.sources, objects, strict=True)
     _run(name, [[*words, "-c", str(source), "-o", str(to)] for source, to in pairs], start)
-    if sys.platform == "darwin":
-        needs = ["-undefined", "dynamic_lookup"]
-    else:
-        # The library asks for libtorch_cpu, whose functions a process that has imported torch has. An empty one does
-        # to link.
-        stub = output.with_name("libtorch_cpu.so")
-        _run(
-            name,
-            [[*compiler, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cpu.so", "-o", str(stub)]],
-            start,
-        )
-        needs = ["-Wl,--no-as-needed", "-L", str(stub.parent), "-ltorch_cpu"]
-    _run(name, [[*words, "-shared", *map(str, objects), "-o", str(output), *needs]], start)
+    links = host.links(compiler, output, start)
+    _run(name, [[*words, "-shared", *map(str, objects), "-o", str(output), *links]], start)
     for path in objects:
         path.unlink()
 

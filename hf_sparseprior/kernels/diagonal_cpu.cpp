@@ -419,6 +419,13 @@ class Rows {
   std::vector<Block<E>> columns_;
 };
 
+// Whether rows can be written past the caches, which takes aligned addresses. A program's outputs lie where it wants them.
+template <typename T>
+inline bool streams(const Problem& x, const T* rows, int64_t step) {
+  const uintptr_t unit = std::min<uintptr_t>(64, x.size * sizeof(T));
+  return x.large && ((uintptr_t)rows | (uintptr_t)(step * (int64_t)sizeof(T))) % unit == 0;
+}
+
 // A piece's block of rows from j0 on, mixed from columns, into a tensor.
 template <int V, typename E>
 inline void mix(
@@ -428,9 +435,10 @@ inline void mix(
   const int64_t size = V ? L * V : x.size, rows = piece.rows(j0);
   if (std::is_same_v<E, Half> || (to.whole() && to.half)) {
     Half* out = to.of<Half>(piece.b, piece.h, x.P + j0);
-    mix<V>(columns, count, factors, rows, size, scratch, x.large, out, to.token);
+    mix<V>(columns, count, factors, rows, size, scratch, streams(x, out, to.token), out, to.token);
   } else if (to.whole()) {
-    mix<V>(columns, count, factors, rows, size, scratch, x.large, to.of<float>(piece.b, piece.h, x.P + j0), to.token);
+    float* out = to.of<float>(piece.b, piece.h, x.P + j0);
+    mix<V>(columns, count, factors, rows, size, scratch, streams(x, out, to.token), out, to.token);
   } else {
     mix<V>(columns, count, factors, rows, size, scratch, false, scratch, size);
     write_rows(scratch, to, piece.b, piece.h, x.P + j0, rows);

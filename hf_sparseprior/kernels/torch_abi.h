@@ -9,15 +9,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <optional>
-#include <span>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "checks.h"
 
 struct AtenTensorOpaque;
 using AtenTensorHandle = AtenTensorOpaque*;
@@ -68,20 +66,8 @@ inline Dtype int64() { return (Dtype)aoti_torch_dtype_int64(); }
 // Of a number of the four.
 inline int64_t bytes(Dtype dtype) { return dtype == int64() ? 8 : dtype == bfloat16() ? 2 : 4; }
 
-using Sizes = std::span<const int64_t>;
-using List = std::initializer_list<int64_t>;
-
 // ---- errors ---------------------------------------------------------------------------------------------------------
 
-template <typename T>
-void print(std::ostream& to, const T& part) {
-  to << part;
-}
-inline void print(std::ostream& to, Sizes sizes) {
-  to << '[';
-  for (size_t i = 0; i < sizes.size(); ++i) to << (i ? ", " : "") << sizes[i];
-  to << ']';
-}
 inline void print(std::ostream& to, Dtype dtype) {
   if (dtype == float32()) to << "float32";
   else if (dtype == bfloat16()) to << "bfloat16";
@@ -89,16 +75,6 @@ inline void print(std::ostream& to, Dtype dtype) {
   else if (dtype == int64()) to << "int64";
   else to << "number " << (int32_t)dtype << " of torch";
 }
-
-// Python's RuntimeError.
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (print(message, parts), ...);
-  throw std::runtime_error(message.str());
-}
-#define SPARSEPRIOR_CHECK(condition, ...) \
-  if (!(condition)) [[unlikely]] ::sparseprior::fail(__VA_ARGS__)
 
 inline void succeed(AOTITorchError error) { SPARSEPRIOR_CHECK(!error, "torch refused a call of the CPU kernels"); }
 

@@ -156,7 +156,7 @@ def check_formats(model, folder, formats, backend=BACKENDS[0]):
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family(name, tmp_path):
     traced = check_formats(make(name, prior=PRIOR), tmp_path, FORMATS)
-    assert traced.outputs == ["logits"] and set(traced.plain.ran) == {"reference"}  # a decay is written out
+    assert traced.outputs == ["logits"] and set(traced.attention) == {"reference"}  # a decay is written out
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -187,7 +187,7 @@ def test_every_kind_of_model(case, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_form_of_attention(prior, backend, tmp_path):
     model = make("sparseprior_vit", prior=prior, **SHALLOW)
-    ran = trace(model).plain.ran
+    ran = trace(model).attention
     able = {
         "sdpa": "violin" not in prior,
         "gather": True,
@@ -202,12 +202,12 @@ def test_every_form_of_attention(prior, backend, tmp_path):
                 trace(model, backend)
         return
     traced = check_formats(model, tmp_path, FORMATS, backend)
-    assert set(traced.plain.ran) == {backend}
+    assert set(traced.attention) == {backend}
 
 
 def test_a_sparse_form(tmp_path):
     traced = check_formats(make("sparseprior_vit", prior=PRIOR, **SHALLOW), tmp_path, FORMATS, "gather")
-    assert set(traced.plain.ran) == {"gather"}
+    assert set(traced.attention) == {"gather"}
 
 
 @pytest.mark.slow

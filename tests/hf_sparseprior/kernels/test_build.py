@@ -53,7 +53,9 @@ def test_a_built_kernel_is_not_built_again(cpp, caplog):
     assert library.stat().st_mtime_ns == stamp and not caplog.records
 
 
-COMPILATIONS = len(build.SOURCES) + (2 if sys.platform == "linux" else 1)  # the library, and what stands for libtorch
+COMPILATIONS = len(build.TORCH.sources) + (
+    2 if sys.platform == "linux" else 1
+)  # the library, and what stands for libtorch
 
 # ---- a compiler of a few lines of shell ------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_all_its_processes(fake, mo
     def clock():
         """A second more at each look; at the second one all compilers have a process of their own."""
         if seconds := next(times):
-            wait_until(lambda: len(pids.read_text().splitlines()) == len(build.SOURCES))
+            wait_until(lambda: len(pids.read_text().splitlines()) == len(build.TORCH.sources))
         return seconds
 
     monkeypatch.setattr(build, "SECONDS", 0.5)
@@ -226,7 +228,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_all_its_processes(fake, mo
     with pytest.raises(RuntimeError, match=r"g\+\+ took more than 0.5 s"):
         build.build(build.find_compiler(), library)
     started = [int(pid) for pid in pids.read_text().split()]
-    assert len(started) == len(build.SOURCES)
+    assert len(started) == len(build.TORCH.sources)
     wait_until(lambda: not any(runs(pid) for pid in started), seconds=60)
 
 
@@ -260,10 +262,9 @@ def test_the_kernels_do_not_know_torch(tmp_path):
     if compiler is None:
         assert not os.environ.get("CI_NEEDS_KERNELS"), "g++ is not installed"
         pytest.skip("g++ is not installed")
-    sources = [source for source in build.SOURCES if source.stem != "operators_cpu"]
-    assert len(sources) == 5
-    headers = [path for path in build.HEADERS if path.name != "torch_abi.h"]
-    assert len(headers) == 2
+    sources = [build.FOLDER / f"{name}_cpu.cpp" for name in build.ARITHMETIC]
+    headers = [path for path in build.TORCH.headers if path.name != "torch_abi.h"]
+    assert len(sources) == 5 and len(headers) == 4
     for path in (*sources, *headers):
         assert not re.search("torch|ATen|at::", re.sub("//.*", "", path.read_text())), path
     (tmp_path / "main.cpp").write_text(PROGRAM)
