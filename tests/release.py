@@ -219,7 +219,7 @@ def wheel() -> None:
     assert file.name.endswith(f"-py3-none-{PLATFORM}.whl"), file.name
     with zipfile.ZipFile(file) as archive:
         asked = {name: too_new(archive.read(name)) for name in archive.namelist() if name.endswith(".so")}
-    assert len(asked) == len(build.VARIANTS) and not any(asked.values()), f"newer than {PLATFORM}: {asked}"
+    assert len(asked) == 2 * len(build.VARIANTS) and not any(asked.values()), f"newer than {PLATFORM}: {asked}"
     say(f"{file.name}, {file.stat().st_size / 2**20:.1f} MiB; installing it")
     python = environment("wheel")
     install(python, "torch")
@@ -233,6 +233,9 @@ def wheel() -> None:
         said = run([python, "-c", TRY], cwd=nothing, env={**alone, "SPARSEPRIOR_KERNELS": name})
         say(said.strip())
         assert said.split()[0] == (name or runs[0])
+    install(python, "onnxruntime")
+    register = "import hf_sparseprior as sp; sp.onnx_session_options(1); print(sp.onnx_library())"
+    assert "prebuilt" in run([python, "-c", register], cwd=nothing, env=alone)
     doctor = run([python, "-m", "hf_sparseprior", "doctor"], cwd=nothing, env=alone)
     assert re.search(r"ok +compiled CPU kernels: .*prebuilt", doctor) and "WRONG" not in doctor, doctor
     remove(python)

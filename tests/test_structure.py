@@ -17,7 +17,10 @@ ROOMS = (
     *("adapters", "convert", "training", "compression", "analysis"),
 )
 # The kernels are imported where they may be missing, and where it is asked whether they are.
-KNOW_KERNELS = {"hf_sparseprior.attention.compiled_kernels", "hf_sparseprior.cli.doctor"}
+KNOW_KERNELS = {
+    *("hf_sparseprior.attention.compiled_kernels", "hf_sparseprior.cli.doctor"),
+    *("hf_sparseprior.cli.runtimes", "hf_sparseprior.cli.onnx_operators"),
+}
 FACES = ("__init__", "__main__")  # what a user imports and calls, which know all rooms
 
 

@@ -37,6 +37,7 @@ from hf_sparseprior.cli.runtimes import (
     check_weights,
     quantize_onnx,
     quantize_openvino,
+    torch_library,
     with_int8_layers,
 )
 from hf_sparseprior.models.base_config import as_pair
@@ -188,6 +189,7 @@ def kernels_library(format_: Format) -> Path:
         ValueError: if this machine cannot have it; without --kernels none is needed.
     """
     try:
+        torch_library()  # which traces need, too
         return format_.library()
     except RuntimeError as error:
         raise ValueError(f"--kernels: {error}; a file without --kernels needs none") from error

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.kernels.program_libraries import onnx_session_options
 
 DOMAIN, VERSION = "hf_sparseprior", 1
@@ -34,7 +35,13 @@ WHOLE = ("offsets", "counts", "keys", "pair_begin")  # inputs of int32; the othe
 
 
 def operator(name: str) -> Any:
-    """An operator of torch; the kernels are loaded."""
+    """An operator of torch.
+
+    Raises:
+        RuntimeError: if there are no kernels on this machine.
+    """
+    if reason := diagonal_cpu.ready():
+        raise RuntimeError(f"no CPU kernels: {reason}")
     return getattr(torch.ops.hf_sparseprior, name).default
 
 
@@ -47,7 +54,7 @@ def counted(program: torch.export.ExportedProgram) -> Counter[str]:
 
 
 def translations() -> dict[Callable, Callable]:
-    """What `torch.onnx.export` takes as `custom_translation_table`; the kernels are loaded."""
+    """What `torch.onnx.export` takes as `custom_translation_table`."""
     return {operator(name): _translation(name) for name in OPERATORS}
 
 
@@ -186,7 +193,7 @@ def _drop_unused(graph: Any) -> None:
         else:
             used.update(node.input)
             used.update(name for attribute in node.attribute for inner in attribute.g.node for name in inner.input)
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
-    del graph.value_info[:]
+    for parts in (graph.initializer, graph.value_info):
+        kept = [part for part in parts if part.name in used]
+        del parts[:]
+        parts.extend(kept)
