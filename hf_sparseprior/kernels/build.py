@@ -99,9 +99,9 @@ class Host(NamedTuple):
     """A program whose operators the kernels become, in a library of its own.
 
     title: for messages. file: begins the names of its libraries in the cache. own: sources and headers beside those of
-    the arithmetic. trial: runs in a process of its own, with the library's path. links: what the linker needs, of
-    compiler, output and the time at which the build began. flags: further words for the compiler. key: what else a
-    library fits.
+    the arithmetic. trial: gives code that runs in a process of its own, with the library's path. links: gives what the
+    linker needs, of compiler, output and the time at which the build began. flags: further words for the compiler.
+    key: what else a library fits.
     """
 
     title: str

@@ -82,12 +82,14 @@ def _openvino() -> build.Host:
     if spec is None or spec.origin is None:
         raise ImportError("OpenVINO needs openvino", name="openvino")
     root = Path(spec.origin).parent
-    targets = (root / "cmake" / "OpenVINOTargets.cmake").read_text(encoding="utf-8")
-    abi = re.search(r"_GLIBCXX_USE_CXX11_ABI=[01]", targets)
+    targets = root / "cmake" / "OpenVINOTargets.cmake"
     pattern = "lib{}.*dylib" if sys.platform == "darwin" else "lib{}.so.*"
     libraries = [
-        str(next(path for path in sorted((root / "libs").glob(pattern.format(name))))) for name in ("openvino", "tbb")
+        str(path) for name in ("openvino", "tbb") for path in sorted((root / "libs").glob(pattern.format(name)))
     ]
+    if len(libraries) != 2 or not targets.is_file():
+        raise RuntimeError(f"no operators for OpenVINO {version('openvino')}: {root} is not laid out as its wheel")
+    abi = re.search(r"_GLIBCXX_USE_CXX11_ABI=[01]", targets.read_text(encoding="utf-8"))
     return build.Host(
         title=f"operators for OpenVINO {version('openvino')}",
         file="openvino_cpu",
