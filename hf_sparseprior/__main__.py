@@ -12,13 +12,8 @@ import sys
 from hf_sparseprior.cli.arguments import PROGRAM, make_parser
 from hf_sparseprior.cli.command import USER_ERRORS, report_error
 
-FOR_FORMATS = (
-    "size",
-    "backend",
-    "weights",
-    "images",
-    "kernels",
-)  # options of `export` that mean nothing without --format
+# Options of `export` that mean nothing without --format.
+FOR_FORMATS = ("size", "backend", "weights", "images", "kernels")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ ROOMS = (
 # The kernels are imported where they may be missing, and where it is asked whether they are.
 KNOW_KERNELS = {
     *("hf_sparseprior.attention.compiled_kernels", "hf_sparseprior.cli.doctor"),
-    *("hf_sparseprior.cli.runtimes", "hf_sparseprior.cli.onnx_operators"),
+    *("hf_sparseprior.cli.runtimes", "hf_sparseprior.cli.onnx_operators", "hf_sparseprior.cli.deployment"),
 }
 FACES = ("__init__", "__main__")  # what a user imports and calls, which know all rooms
 

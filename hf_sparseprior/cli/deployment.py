@@ -37,9 +37,9 @@ from hf_sparseprior.cli.runtimes import (
     check_weights,
     quantize_onnx,
     quantize_openvino,
-    torch_library,
     with_int8_layers,
 )
+from hf_sparseprior.kernels.program_libraries import torch_library
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.pretrained import copy_weights
 from hf_sparseprior.priors.prior import pruning_of
@@ -149,9 +149,9 @@ def deploy(
         raise ValueError(
             f"--kernels and --backend {backend} exclude each other: both say how attention runs in the file"
         )
-    library = kernels_library(format_) if kernels else None
     out = Path(out)
     check_new(out)
+    library = kernels_library(format_) if kernels else None
     source, model = saved_source(source)
     if sides is not None and sides != as_pair(model.config.image_size):
         model = resized(model, sides)

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.kernels import diagonal_cpu
-from hf_sparseprior.kernels.program_libraries import onnx_session_options
+from hf_sparseprior.kernels.program_libraries import onnx_session_options, torch_library
 
 DOMAIN, VERSION = "hf_sparseprior", 1
 # Operators of torch, and whether they give attention's output.
@@ -38,10 +37,9 @@ def operator(name: str) -> Any:
     """An operator of torch.
 
     Raises:
-        RuntimeError: if there are no kernels on this machine.
+        RuntimeError: as `torch_library`.
     """
-    if reason := diagonal_cpu.ready():
-        raise RuntimeError(f"no CPU kernels: {reason}")
+    torch_library()
     return getattr(torch.ops.hf_sparseprior, name).default
 
 

@@ -20,8 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_sparseprior.cli import onnx_operators
-from hf_sparseprior.kernels import build, diagonal_cpu
-from hf_sparseprior.kernels.program_libraries import onnx_library, onnx_session_options, openvino_extension
+from hf_sparseprior.kernels import diagonal_cpu
+from hf_sparseprior.kernels.program_libraries import (
+    onnx_library,
+    onnx_session_options,
+    openvino_extension,
+    torch_library,
+)
 
 INPUT = "pixel_values"
 # A loaded file: images (B, ...) to the outputs in the order in which they were named.
@@ -88,6 +93,8 @@ def _graph_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
 def _write_onnx(
     program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path, folds: bool = True
 ) -> None:
+    import onnx
+
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)  # it names operators of torchvision, which nothing needs
@@ -109,8 +116,6 @@ def _write_onnx(
     finally:
         log.setLevel(level)
     assert made is not None
-    import onnx
-
     file = folder / FORMATS["onnx"].file
     made.save(file)
     model = onnx.load(file, load_external_data=False)
@@ -182,19 +187,6 @@ def _load_openvino(file: Path, threads: int) -> Call:
         return [np.array(output.data) for output in request.output_tensors]
 
     return call
-
-
-def torch_library() -> Path:
-    """The operators for torch: what `torch.ops.load_library` takes.
-
-    Raises:
-        RuntimeError: if there are none on this machine.
-    """
-    if reason := diagonal_cpu.ready():
-        raise RuntimeError(f"no CPU kernels: {reason}")
-    library = build.loaded_library()
-    assert library is not None
-    return library
 
 
 ONNX = ("onnx", "onnxscript")

@@ -1,4 +1,4 @@
-"""The libraries with which ONNX Runtime and OpenVINO run exported files that keep the kernels."""
+"""The libraries with which PyTorch, ONNX Runtime and OpenVINO run exported files that keep the kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_sparseprior.kernels import build
+from hf_sparseprior.kernels import build, diagonal_cpu
 
 TRIAL = "import openvino, sys; openvino.Core().add_extension(sys.argv[1])"
+
+
+def torch_library() -> Path:
+    """The operators for torch: what `torch.ops.load_library` takes.
+
+    Raises:
+        RuntimeError: if there are none on this machine.
+    """
+    if reason := diagonal_cpu.ready():
+        raise RuntimeError(f"no CPU kernels: {reason}")
+    library = build.loaded_library()
+    assert library is not None
+    return library
 
 
 def onnx_library() -> Path:
@@ -30,8 +43,8 @@ def onnx_library() -> Path:
 def onnx_session_options(threads: int) -> Any:
     """`onnxruntime.SessionOptions` for files with our operators: their library, and so many threads for a whole model.
 
-    The operators work on the threads of their session, of which ONNX Runtime does not say how many there are. An entry
-    of the options does; without it, work is cut into as many parts as there are processors that the process may use.
+    The operators work on the threads of their session. ONNX Runtime does not tell them how many it has, so an entry of
+    the options does; without it, work is cut into as many parts as there are processors that the process may use.
 
     Args:
         threads: 1 or more.
@@ -73,7 +86,7 @@ def _library(host: build.Host) -> Path:
 
 @cache
 def _openvino() -> build.Host:
-    """OpenVINO as it is installed.
+    """The installed release of OpenVINO.
 
     Its wheel has libraries under their full names alone, which a process that has imported openvino has loaded, so they
     are found without a search path. Wheels differ in what std::string is: that of 2025.3 is the old one.

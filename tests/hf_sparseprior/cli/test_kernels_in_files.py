@@ -45,7 +45,7 @@ QUICK = ("along hilbert", "predicted decay")
 @pytest.fixture
 def kernels(monkeypatch):
     """They run however few the tokens are."""
-    runtimes.torch_library()
+    program_libraries.torch_library()
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "cpp")
 
 
