@@ -92,10 +92,17 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
             "them, apply the prior first and take sp.adapters.lora_config(model), or add sp.ViolinAdapterConfig",
             stacklevel=2,
         )
-    if isinstance(target, PreTrainedModel):
-        applied.handles.append(target.register_load_state_dict_pre_hook(refuse_files_weights))
-    setattr(target, APPLIED, applied)
+    own_prior(target, applied)
     return model
+
+
+def own_prior(model: nn.Module, applied: Applied) -> None:
+    """Note what `attach` did as the prior of a model, whether or not it was for adapters before."""
+    for prior in stock_priors(model):
+        prior.serve_all()
+    if isinstance(model, PreTrainedModel):
+        applied.handles.append(model.register_load_state_dict_pre_hook(refuse_files_weights))
+    setattr(model, APPLIED, applied)
 
 
 def remove_prior(model: Model) -> Model:

@@ -63,7 +63,12 @@ class StockPrior(PriorAttention):
         self.config = config
         self.for_adapters = for_adapters
         if not for_adapters:
-            self.register_buffer(MARKER, torch.ones(1, dtype=torch.uint8))
+            self.serve_all()
+
+    def serve_all(self) -> None:
+        """Serve the model itself, which is saved with it, and not adapters alone."""
+        self.for_adapters = False
+        self.register_buffer(MARKER, torch.ones(1, dtype=torch.uint8))
 
     @property
     def is_idle(self) -> bool:

@@ -5,8 +5,8 @@ model = peft.get_peft_model(model, sp.ViolinAdapterConfig(modules_to_save=["clas
 ```
 
 The model is ours, or a stock transformers one that `apply_prior` knows; its support, if it has one, stays. peft does
-the rest: saving, loading, several adapters, switching, disabling, deleting. Merging is refused: M multiplies the logits
-of pairs of patches, which no weight of the model does.
+the rest: saving, loading, several adapters, switching, disabling, deleting. M multiplies the logits of pairs of
+patches, which no weight of the model does, so `merge_and_unload` merges LoRA and leaves the decay as the model's prior.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from hf_sparseprior.adapters.saved_adapter import check_fields
-from hf_sparseprior.adapters.stock import attach, detach
-from hf_sparseprior.adapters.stock_attention import Applied
+from hf_sparseprior.adapters.stock import attach, detach, own_prior
+from hf_sparseprior.adapters.stock_attention import APPLIED, Applied
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.base.json_files import read_json_object
-from hf_sparseprior.base.resolved import ResolvedDecay, Time
+from hf_sparseprior.base.resolved import ResolvedDecay, Time, with_decay
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.patterns.decay import DECAYS, Decay, make_decay, resolve_decay
 from hf_sparseprior.patterns.supports import check_time
@@ -255,7 +256,7 @@ class DecayLayer(nn.Module, BaseTunerLayer):
 
 _NO_MERGE = (
     "a learned decay cannot be merged: M multiplies the logits of pairs of patches, and no weight of the model does; "
-    "keep the adapter, or remove it with unload()"
+    "keep the adapter, remove it with unload(), or take merge_and_unload(), which leaves it as the model's prior"
 )
 _NO_WEIGHTING = (
     "adapters with a learned decay have no weighted sum: M is not linear in its scalars; "
@@ -348,15 +349,50 @@ class _DecayTuner:
             # peft asks only the first layer which adapters remain, and other layers may hold others.
             self.set_adapter(list(self.peft_config)[:1])  # type: ignore[attr-defined]
 
-    def _check_merge_allowed(self) -> None:
+    def merge_adapter(self, *args: Any, **options: Any) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError(_NO_MERGE)
 
     def _unload_and_optionally_merge(self, merge: bool = True, **options: Any) -> nn.Module:
-        if merge:
-            self._check_merge_allowed()
-        model = super()._unload_and_optionally_merge(merge=False, **options)  # type: ignore[misc]
-        remove_decays(model)
+        """As in peft. Where adapters are merged, the decay of one becomes the prior of the model.
+
+        Raises:
+            ValueError: for a decay that a prior cannot be. Nothing is changed then.
+        """
+        name = self._decay_to_keep(options.get("adapter_names")) if merge else None
+        decay = None if name is None else self.peft_config[name].decay  # type: ignore[attr-defined]
+        model = super()._unload_and_optionally_merge(merge=merge, **options)  # type: ignore[misc]
+        if name is not None:
+            keep_decay(model, name, decay)
+        else:
+            remove_decays(model)
         return model
+
+    def _decay_to_keep(self, adapter_names: list[str] | None) -> str | None:
+        """The adapter, of those that are merged, that has a decay."""
+        names = self.active_adapters if adapter_names is None else adapter_names  # type: ignore[attr-defined]
+        layers = _attention_layers(self.model)  # type: ignore[attr-defined]
+        held = {
+            name: [
+                layer.decay_adapter is not None and name in layer.decay_adapter.decay_biases
+                for layer in layers.values()
+            ]
+            for name in dict.fromkeys(names)
+        }
+        held = {name: has for name, has in held.items() if any(has)}
+        if len(held) > 1:
+            raise ValueError(f"adapters {list(held)} have a decay each, and a model takes one: merge one of them")
+        for name, has in held.items():
+            if not all(has):
+                raise ValueError(
+                    f"adapter {name!r} has a decay in {sum(has)} of {len(has)} layers (decay_layers), and a model's "
+                    "prior is one for all: keep the adapter"
+                )
+        return next(iter(held), None)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -422,6 +458,46 @@ def remove_decays(model: nn.Module) -> None:
     attached: Applied | None = model.__dict__.pop(ATTACHED, None)
     if attached is not None:
         detach(model, attached)
+
+
+def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
+    """Make the decay of an adapter, which has one in every layer, a model's own prior; those of others go.
+
+    The model gets a config of its own, because other models may have been made from the one that it has.
+    """
+    layers = _attention_layers(model)
+    for layer in layers.values():
+        adapter = layer.decay_adapter
+        layer.take_decay(adapter.decay_biases[adapter_name], decay, adapter.times[adapter_name])
+    time = next(iter(layers.values())).time
+    attached: Applied | None = model.__dict__.pop(ATTACHED, None)
+    applied: Applied | None = attached or getattr(model, APPLIED, None)
+    if applied is not None:
+        applied.prior = next(iter(layers.values())).prior
+        if attached is not None:
+            own_prior(model, attached)
+        return
+    renewed: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config = _with_decay(module.config, decay, time, renewed)
+
+
+def _with_decay(config: Any, decay: ResolvedDecay, time: Time, renewed: dict[int, Any]) -> Any:
+    """A config of ours with a decay in its prior, or one with such a config within it; `renewed` are those made."""
+    within = getattr(config, "backbone_config", None)
+    if not isinstance(config, BaseConfig) and not isinstance(within, BaseConfig):
+        return config
+    if id(config) not in renewed:
+        renewed[id(config)] = copied = copy.deepcopy(config)
+        if isinstance(within, BaseConfig):
+            copied.backbone_config = _with_decay(within, decay, time, renewed)
+        else:
+            priors = config.prior if isinstance(config.prior, list) else [config.prior]
+            priors = [with_decay(prior, decay, time) for prior in priors]
+            copied.prior = priors if isinstance(config.prior, list) else priors[0]
+            copied.own()
+    return renewed[id(config)]
 
 
 def _resolve_over_time(config: Any, model: Any) -> ResolvedDecay:

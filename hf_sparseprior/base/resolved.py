@@ -86,6 +86,14 @@ class ResolvedPrior(TypedDict):
     time: NotRequired[Time]
 
 
+def with_decay(prior: ResolvedPrior, decay: ResolvedDecay, time: Time) -> ResolvedPrior:
+    """A prior with another decay, which sees time so."""
+    changed: ResolvedPrior = {**prior, "decay": decay, "time": time}
+    if time == "frame":
+        del changed["time"]
+    return changed
+
+
 Resolved = ResolvedSupport | ResolvedDecay | ResolvedModule | ResolvedSequence
 # Settings by name, as a user gives them before they are checked, or of whatever fills a slot.
 Settings = Mapping[str, Any]

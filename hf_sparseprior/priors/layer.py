@@ -19,7 +19,7 @@ from hf_sparseprior.attention.request import DEFAULT_OPTIONS, AttentionRequest, 
 from hf_sparseprior.attention.rotary import rotate
 from hf_sparseprior.base.extras import make_extras, make_module
 from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, WIDTH, LayerSizes, UnitAxes, whole_layer
-from hf_sparseprior.base.resolved import ResolvedPrior, Time
+from hf_sparseprior.base.resolved import ResolvedDecay, ResolvedPrior, Time, with_decay
 from hf_sparseprior.patterns.decay import Decay, make_decay
 from hf_sparseprior.patterns.supports import DENSE, LayerKey, redraws, support_notes
 from hf_sparseprior.patterns.token_order import RASTER
@@ -85,11 +85,20 @@ class PriorAttention(nn.Module):
         self.relative_position = make_extras(prior["extras"], "attention", num_heads, head_dim)
         # Decays that can be switched (`hf_sparseprior.adapters.violin.DecayLayer`), if `decay_bias` is None.
         self.decay_adapter: Any = None
-        self.time: Time = prior.get("time", "frame")
-        self.support_key = json.dumps(
-            [self.num_supports, prior["support"], layer_idx, self.heads, self.time], sort_keys=True
-        )
+        self._set_time(prior.get("time", "frame"))
         self._plans: dict[tuple[str, tuple[int, ...], int, bool, str, Time, int], AttentionPlan] = {}
+
+    def _set_time(self, time: Time) -> None:
+        self.time = time
+        self.support_key = json.dumps(
+            [self.num_supports, self.prior["support"], self.layer_idx, self.heads, time], sort_keys=True
+        )
+
+    def take_decay(self, module: Decay, decay: ResolvedDecay, time: Time) -> None:
+        """Make the decay of an adapter the layer's own, and forget the adapters; `decay` are its settings."""
+        self.prior = with_decay(self.prior, decay, time)
+        self._set_time(time)
+        self.decay_bias, self.decay_adapter = module, None
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""

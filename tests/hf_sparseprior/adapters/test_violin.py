@@ -201,14 +201,74 @@ def test_two_decays_at_once_are_refused():
         model.base_model.set_adapter(["default", "other"])
 
 
+def check_merged(peft_model, name, folder):
+    """`merge_and_unload` leaves the decay as the prior: the same outputs, also of what is saved and loaded."""
+    move(peft_model)
+    for key, parameter in peft_model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(parameter, std=0.2)
+    expected = output(peft_model, name)
+    merged = peft_model.merge_and_unload()
+    assert not any("lora" in key or "decay_biases" in key for key in merged.state_dict())
+    torch.testing.assert_close(output(merged, name), expected, rtol=1e-4, atol=1e-4)  # LoRA is rounded
+    merged.save_pretrained(folder)
+    again = type(merged).from_pretrained(folder).eval()
+    assert torch.equal(output(again, name), output(merged, name))
+    return merged
+
+
+@families
+def test_merging_leaves_the_decay_as_the_prior(name, tmp_path):
+    has_projections = any(key.endswith("q_proj") for key, _ in build(name).named_modules())
+    for kind, make_config in CONFIGS.items():
+        if has_projections or kind == "violin":
+            merged = check_merged(peft.get_peft_model(build(name), make_config()), name, tmp_path / kind)
+    if name != "ours":  # the prior is one of apply_prior
+        assert sp.remove_prior(merged).state_dict().keys() == build(name).state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["vit", "ours"])
+def test_merging_keeps_the_support_and_other_models_of_the_config(name, tmp_path):
+    support = {"support": "fibottention"}
+    model = build("ours", prior=support) if name == "ours" else sp.apply_prior(build(name), support)
+    other = sp.SparsePriorViTModel(model.config) if name == "ours" else None
+    adapted_model = peft.get_peft_model(model, CONFIGS["lora"](decay={"name": "violin", "curves": ["hilbert"]}))
+    adapted_model.add_adapter("other", CONFIGS["lora"]())
+    merged = check_merged(adapted_model, name, tmp_path)
+    layers = [module for module in merged.modules() if isinstance(module, PriorAttention)]
+    assert {layer.prior["support"]["name"] for layer in layers} == {"fibottention"}
+    assert all(layer.decay_bias.settings["curves"] == ["hilbert"] for layer in layers)
+    if other is not None:
+        assert other.config.prior_name == "fibottention" and merged.config.prior_name == "fibottention+violin"
+
+
+def test_merging_reaches_the_config_of_a_backbone_within_a_head(tmp_path):
+    sizes = {"image_size": 64, "patch_size": 4, "embed_dim": 8, "depths": [1] * 4, "num_heads": [2] * 4}
+    config = sp.SparsePriorSwinConfig(**sizes, window_size=2)
+    model = make_head("upernet", config, num_labels=3, hidden_size=8, use_auxiliary_head=False).eval()
+    adapted_model = peft.get_peft_model(model, sp.ViolinAdapterConfig(decay={"name": "violin", "init": "moving"}))
+    pixels = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = adapted_model(pixels).logits
+        merged = adapted_model.merge_and_unload()
+        merged.save_pretrained(tmp_path)
+        assert torch.equal(type(merged).from_pretrained(tmp_path).eval()(pixels).logits, expected)
+    assert merged.config.backbone_config.prior_name == "violin" and config.prior_name == "dense"
+
+
 @methods
-def test_merging_is_refused_before_anything_changes(make_config):
+def test_merging_that_is_refused_changes_nothing(make_config):
     model = peft.get_peft_model(build("vit"), make_config())
     move(model)
     moved = output(model)
-    for merge in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(ValueError, match="a learned decay cannot be merged: M multiplies the logits"):
-            merge()
+    with pytest.raises(ValueError, match="a learned decay cannot be merged: M multiplies the logits"):
+        model.merge_adapter()
+    model.add_adapter("other", make_config())
+    with pytest.raises(ValueError, match=r"adapters \['default', 'other'\] have a decay each, and a model takes one"):
+        model.merge_and_unload(adapter_names=["default", "other"])
+    model.add_adapter("first", make_config(decay_layers=[0]))
+    with pytest.raises(ValueError, match=r"adapter 'first' has a decay in 1 of 3 layers \(decay_layers\), and a model"):
+        model.merge_and_unload(adapter_names=["first"])
     assert torch.equal(output(model), moved)
 
 
