@@ -364,7 +364,7 @@ class _DecayTuner:
             ValueError: for a decay that a prior cannot be. Nothing is changed then.
         """
         name = self._decay_to_keep(options.get("adapter_names")) if merge else None
-        decay = None if name is None else self.peft_config[name].decay  # type: ignore[attr-defined]
+        decay: Any = None if name is None else self.peft_config[name].decay  # type: ignore[attr-defined]
         model = super()._unload_and_optionally_merge(merge=merge, **options)  # type: ignore[misc]
         if name is not None:
             keep_decay(model, name, decay)

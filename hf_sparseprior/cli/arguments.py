@@ -88,7 +88,8 @@ def parse_grid(text: str) -> tuple[int, ...]:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Arguments of `export`."""
-    parser.add_argument("source", type=Path, help="folder of a saved model or a training run")
+    text = "folder of a saved model or a training run; with --format also of a stock model or an adapter of peft"
+    parser.add_argument("source", type=Path, help=text)
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument("--license", help="for the model card (default apache-2.0)")
     parser.add_argument(

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import BaseImageProcessor
 
 from hf_sparseprior.attention.plain_operations import Plain, plain_operations
 from hf_sparseprior.base.families import family_of
@@ -27,7 +28,8 @@ from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, writ
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.version import __version__
 from hf_sparseprior.cli import onnx_operators
-from hf_sparseprior.cli.export import saved_source
+from hf_sparseprior.cli.export import exported_source
+from hf_sparseprior.cli.exportable import Exportable, vision_config
 from hf_sparseprior.cli.labelled_images import accuracies, read_class_folders
 from hf_sparseprior.cli.runtimes import (
     FORMATS,
@@ -40,11 +42,8 @@ from hf_sparseprior.cli.runtimes import (
     with_int8_layers,
 )
 from hf_sparseprior.kernels.program_libraries import torch_library
-from hf_sparseprior.models.base_config import as_pair
-from hf_sparseprior.models.pretrained import copy_weights
-from hf_sparseprior.priors.prior import pruning_of
 from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
-from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings, takes_clips
+from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import MAX_SIDE, load_image_processor
 
 DEPLOYMENT = "deployment.json"
@@ -70,29 +69,17 @@ class Traced(NamedTuple):
     attention: dict[str, int]
 
 
-class Outputs(nn.Module):
-    """A model whose outputs are the tensors that a model of its kind is for."""
+def checked_sides(size: Any) -> tuple[int, int]:
+    """(height, width) of a size in pixels, one number or two.
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        family = family_of(model.config)
-        assert family is not None
-        self.is_backbone = family.backbone is not None and isinstance(model, family.backbone)
-        self.is_classifier = family.classifier is not None and isinstance(model, family.classifier)
-
-    def named(self, pixel_values: Tensor) -> dict[str, Tensor]:
-        """The tensors by name: a classifier's logits, a backbone's maps, or the states of the tokens that are left."""
-        output = self.model(pixel_values=pixel_values)
-        if self.is_backbone:
-            return dict(zip(self.model.out_features, output.feature_maps, strict=True))
-        names = ("logits",) if self.is_classifier else ("last_hidden_state", "pooler_output", "token_ids")
-        return {name: output[name] for name in names if output.get(name) is not None}
-
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of `named`."""
-        outputs = self.named(pixel_values).values()
-        return tuple(output.float() if output.is_floating_point() else output for output in outputs)
+    Raises:
+        ValueError: for anything else.
+    """
+    sides = (size, size) if isinstance(size, int) else size
+    whole = isinstance(sides, (list, tuple)) and all(type(side) is int and 1 <= side <= MAX_SIDE for side in sides)
+    if not whole or len(sides) != 2:
+        raise ValueError(f"size={size!r} must be (height, width) or one number, each from 1 to {MAX_SIDE} pixels")
+    return tuple(sides)
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -118,68 +105,151 @@ def deploy(
     labelled: str | os.PathLike | None = None,
     kernels: bool = False,
 ) -> list[str]:
-    """Write a saved model as a file for another program, compare the two, and time the file.
-
-    The new folder appears whole or not at all.
+    """Write a saved model as a file for another program, as `export_model` does.
 
     Args:
-        source: folder of a saved model or a training run.
-        out: new folder.
+        source: folder of a saved model, of an adapter of peft, or of a training run.
+        out, backend, weights, kernels: as in `export_model`.
         format_name: one of `FORMATS`.
         size: of the images, "HEIGHTxWIDTH" or one number; default the model's.
-        backend: the form of attention, one of `BACKENDS`. Layers that it cannot run take "sdpa" or "reference".
-        weights: one of `WEIGHTS` that the format takes, in place of float32.
-        labelled: folder of images, a folder for each class, on which a classifier's accuracy is measured.
+        labelled: its `images`.
+
+    Raises:
+        OSError: for a source that is no saved model, or an existing `out`.
+        ValueError, ImportError: as `export_model`.
+    """
+    check_options(format_name, backend, weights, kernels)
+    check_new(Path(out))
+    sides = None if size is None else parse_size(size)
+    if kernels:
+        kernels_library(FORMATS[format_name])  # before the model is loaded, which may take longer
+    folder, model = exported_source(source)
+    return export_model(
+        model,
+        out,
+        format_name,
+        size=sides,
+        backend=backend,
+        weights=weights,
+        images=labelled,
+        kernels=kernels,
+        processor=folder if os.path.lexists(folder / PROCESSOR) else None,
+    )
+
+
+def check_options(format_name: str, backend: str, weights: str | None, kernels: bool) -> None:
+    """Check options together, and what must be installed.
+
+    Raises:
+        ValueError: for values that there are not, and that exclude each other.
+        ImportError: for a missing package.
+    """
+    for name, value, known in (("format", format_name, FORMATS), ("backend", backend, BACKENDS)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+    check_weights(weights, format_name)
+    FORMATS[format_name].check_packages()
+    if kernels and backend != BACKENDS[0]:
+        raise ValueError(
+            f"--kernels and --backend {backend} exclude each other: both say how attention runs in the file"
+        )
+
+
+def export_model(
+    model: Any,
+    out: str | os.PathLike,
+    format: str = "onnx",
+    *,
+    size: int | tuple[int, int] | None = None,
+    kernels: bool = False,
+    weights: str | None = None,
+    backend: str = BACKENDS[0],
+    images: str | os.PathLike | None = None,
+    processor: Any = None,
+) -> list[str]:
+    """Write a model as a file for another program, compare the two, and time the file (`sp.export`).
+
+    The model stays as it is. The new folder appears whole or not at all.
+
+    Args:
+        model: of ours, of timm, or of transformers, with or without a prior in place; a head of transformers on a
+            backbone of ours; or a model of peft, whose adapter is merged and whose decay is kept (`merge_and_unload`).
+            Its one input are images or clips.
+        out: new folder.
+        format: one of `FORMATS`: "torch", "onnx" or "openvino".
+        size: of the images in pixels, (height, width) or one number; default the model's, or the processor's.
         kernels: the file keeps the compiled operators, and needs their library where it runs. The chooser decides which
             layers take them, as in PyTorch.
+        weights: one of `WEIGHTS` that the format takes, in place of float32.
+        backend: the form of attention, one of `BACKENDS`. Layers that it cannot run take "sdpa" or "reference".
+        images: folder of images, a folder for each class, on which a classifier's accuracy is measured.
+        processor: an image processor of transformers, or a folder that has its settings. Models of ours and of timm
+            have their own.
 
     Returns:
         Lines for the user: what was written, how it was compared, and how long it takes.
 
     Raises:
-        OSError: for a source that is not a saved model of ours, or an existing `out`.
+        OSError: for an existing `out`.
         ValueError: for a bad size, a model that cannot be exported, and outputs that are not those of the model.
         ImportError: for a missing package.
     """
-    sides = None if size is None else parse_size(size)
-    format_ = FORMATS[format_name]
-    check_weights(weights, format_name)
-    format_.check_packages()
-    if kernels and backend != BACKENDS[0]:
-        raise ValueError(
-            f"--kernels and --backend {backend} exclude each other: both say how attention runs in the file"
-        )
-    out = Path(out)
+    check_options(format, backend, weights, kernels)
+    format_, out = FORMATS[format], Path(out)
     check_new(out)
     library = kernels_library(format_) if kernels else None
-    source, model = saved_source(source)
-    if sides is not None and sides != as_pair(model.config.image_size):
-        model = resized(model, sides)
-    model = model.float().eval().requires_grad_(False)
-    model.config.return_dict, model.config.output_attentions, model.config.output_hidden_states = True, False, False
-    processor = processor_settings(source, model.config)
-    files = [] if labelled is None else labelled_files(labelled, model)
+    saved, model = saved_processor(processor), own_copy(model)
+    exported = Exportable(model, checked_sides(size) if size is not None else stock_sides(model, saved))
+    settings = fitted_processor(saved, exported)
+    files = [] if images is None else labelled_files(images, exported, settings)
     with whole_folder(out) as scratch, tempfile.TemporaryDirectory() as whole:
-        traced, call = export(model, format_, Path(whole) if weights else scratch, backend, kernels)
-        calls, about = {"file": call}, description(model, format_, traced)
+        traced, call = write_model(exported, format_, Path(whole) if weights else scratch, backend, kernels)
+        calls, about = {"file": call}, description(exported, format_, traced)
         if library is not None:
             about["kernels"] = library_record(library)
-        about["compared"], line = compare(model, format_, call)
+        about["compared"], line = compare(exported, format_, call)
         if weights is not None:
-            narrow, difference = narrow_file(model, format_, weights, Path(whole), scratch, backend, kernels)
+            narrow, difference = narrow_file(exported, format_, weights, Path(whole), scratch, backend, kernels)
             calls = {"file": narrow, "float32": call}
             about["weights"], about["compared"][weights] = weights, difference
             line += f"; with weights of {weights}: {difference:.1e}"
         lines = [line]
-        write_text(scratch / PROCESSOR, json.dumps(processor, indent=2) + "\n")
+        if settings is not None:
+            write_text(scratch / PROCESSOR, json.dumps(settings, indent=2) + "\n")
         if files:
-            about["accuracy"], line = measured_accuracy(model, format_, calls, files, scratch)
+            about["accuracy"], line = measured_accuracy(exported, format_, calls, files, scratch)
             lines.append(line)
-        about["milliseconds"], about["quartiles"], timed = latencies(model, format_, calls, backend, kernels)
+        about["milliseconds"], about["quartiles"], timed = latencies(exported, format_, calls, backend, kernels)
         write_text(scratch / DEPLOYMENT, json.dumps(about, indent=2) + "\n")
     if library is not None:
         lines.append(f"it needs the operators of {library} where it runs (docs/export.md)")
+    if settings is None:
+        lines.append(f"without {PROCESSOR}: the model does not say how its images are prepared (processor=)")
     return [f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}", *lines, *timed]
+
+
+def own_copy(model: Any) -> Any:
+    """A copy of a model in float32 on the CPU, in evaluation mode and without gradients, with adapters merged.
+
+    Raises:
+        ValueError: for an adapter that cannot be merged.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r:.80} must be a model of hf_sparseprior, transformers or timm")
+    model = copy.deepcopy(model)
+    if hasattr(model, "get_base_model"):  # peft's
+        try:
+            model = model.merge_and_unload()
+        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            raise ValueError(f"the adapter of {type(model).__name__} cannot be merged: {_reason(error)}") from error
+    model = model.cpu().float().eval().requires_grad_(False)
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    for config in configs.values():
+        for name, value in (("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)):
+            if hasattr(config, name):
+                setattr(config, name, value)
+    return model
 
 
 def kernels_library(format_: Format) -> Path:
@@ -205,117 +275,122 @@ def library_record(library: Path) -> dict[str, Any]:
     }
 
 
-def _named(model: Any) -> str:
-    family = family_of(model.config)
-    assert family is not None
-    return f"{family.title} with prior {model.config.prior_name!r}"
+# ---- how images are prepared ----------------------------------------------------------------------------------------
 
 
-def resized(model: Any, sides: tuple[int, int]) -> Any:
-    """A model for images of another size, with what depends on it interpolated.
+def saved_processor(processor: Any) -> dict[str, Any] | None:
+    """The settings of an image processor, or of a folder with its preprocessor_config.json; None for None.
 
     Raises:
-        ValueError: if the size does not fit the model.
+        OSError, ValueError: for a file that is missing or bad, and for what is no image processor.
     """
-    config = copy.deepcopy(model.config)
-    config.image_size = sides[0] if sides[0] == sides[1] else list(sides)
-    changed = type(model)(config)
-    copy_weights(model, changed, may_start_anew=lambda name: False)
-    return changed
+    if processor is None:
+        return None
+    if isinstance(processor, (str, os.PathLike)):
+        load_image_processor(processor)
+        return read_json_object(Path(processor) / PROCESSOR)
+    processor = getattr(processor, "image_processor", processor)  # of a processor of images and text
+    if not isinstance(processor, BaseImageProcessor):
+        raise ValueError(f"processor={processor!r:.80} must be an image processor of transformers or a folder of one")
+    return dict(json.loads(processor.to_json_string()))
 
 
-def processor_settings(source: Path, config: Any) -> dict[str, Any]:
-    """preprocessor_config.json: the saved one with the size of the exported images, or the config's.
+def stock_sides(model: Any, saved: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """(height, width) of the images that a processor gives a stock model, which may be configured for others (DINOv2);
+    None: as configured.
+    """
+    if saved is None or family_of(vision_config(model)) is not None:
+        return None
+    crop = saved.get("do_center_crop", saved.get("crop_size") is not None)
+    size = saved.get("crop_size") if crop else saved.get("size")
+    if isinstance(size, int) and crop:
+        return size, size
+    if isinstance(size, Mapping) and {"height", "width"} <= size.keys():
+        return size["height"], size["width"]
+    return None
+
+
+def fitted_processor(saved: Mapping[str, Any] | None, exported: Exportable) -> dict[str, Any] | None:
+    """preprocessor_config.json: the saved one with the size of the exported images, or the model's own.
 
     Raises:
-        OSError, ValueError: for a file that is bad, and for one that crops to another size.
+        ValueError: for one that crops to another size.
     """
-    new = image_processor_settings(config)
-    if not os.path.lexists(source / PROCESSOR):
+    new = exported.processor_settings()
+    if saved is None:
         return new
-    load_image_processor(source)
-    saved = read_json_object(source / PROCESSOR)
     if saved.get("image_processor_type") == SparsePriorImageProcessor.__name__:  # the file goes where our code is not
+        assert new is not None
         saved = {key: value for key, value in saved.items() if key not in ("auto_map", "do_grayscale")}
         saved |= {key: new[key] for key in ("image_processor_type", "do_convert_rgb")}
     if "max_num_patches" in saved:  # of images of several sizes, and the file takes one size
         return new
     if saved.get("do_center_crop"):
         crop = saved.get("crop_size")
-        if crop not in (new["size"], new["size"]["height"]):
-            raise ValueError(
-                f"{source / PROCESSOR}: crop_size={crop} must be {new['size']}, the size of the exported images"
-            )
-        return saved
-    return {**saved, "size": new["size"]}
+        if crop not in (exported.size, exported.size["height"]):
+            raise ValueError(f"{PROCESSOR}: crop_size={crop} must be {exported.size}, the size of the exported images")
+        return dict(saved)
+    return {**saved, "size": exported.size}
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-def images(config: Any, batch: int, seed: int = 0) -> Tensor:
-    """Random images (batch, channels, height, width), or clips with frames before the channels."""
-    clip = (config.num_frames,) if takes_clips(config) else ()
-    shape = (batch, *clip, config.num_channels, *as_pair(config.image_size))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def trace(model: Any, backend: str = BACKENDS[0], kernels: bool = False) -> Traced:
+def trace(exported: Exportable, backend: str = BACKENDS[0], kernels: bool = False) -> Traced:
     """A model in evaluation mode as a graph of PyTorch's own operations, and with `kernels` of ours, for any batch.
 
     Raises:
         ValueError: for a backend that no layer can run, a model that cannot be traced, and with `kernels` one that
             calls none; the message names both.
     """
-    outputs = Outputs(model).eval()
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     order = (backend,) if backend == "reference" else tuple(dict.fromkeys((backend, "sdpa", "reference")))
     with contextlib.nullcontext(Plain(())) if kernels else plain_operations(*order) as plain, torch.no_grad():
         try:
-            names = list(outputs.named(images(model.config, 1)))
+            names = list(exported.named(exported.images(1)))
             plain.ran.clear()
             with contextlib.redirect_stderr(io.StringIO()):  # where torch prints the graph that it has come to
-                program = torch.export.export(outputs, (images(model.config, 2),), dynamic_shapes=shapes, strict=False)
+                program = torch.export.export(exported, (exported.images(2),), dynamic_shapes=shapes, strict=False)
         except Exception as error:  # torch has many for what it cannot trace
-            raise ValueError(f"{_named(model)} cannot be traced: {_reason(error)}") from error
+            raise ValueError(f"{exported.title} cannot be traced: {_reason(error)}") from error
     if kernels:
         called = onnx_operators.counted(program)
         if not called:
             raise ValueError(
-                f"--kernels: {_named(model)} takes no compiled operator for images of this size: dense attention is "
+                f"--kernels: {exported.title} takes no compiled operator for images of this size: dense attention is "
                 "faster there, or they cannot compute its attention (SPARSEPRIOR_LOG=debug says which)"
             )
         return Traced(program, names, dict(called))
     if backend != BACKENDS[0] and not plain.ran[backend]:
         reason = plain.refused.get(backend, "none of them computes attention over pairs")
-        raise ValueError(f"--backend {backend} runs no layer of {_named(model)}: {reason}")
+        raise ValueError(f"--backend {backend} runs no layer of {exported.title}: {reason}")
     return Traced(program, names, dict(plain.ran))
 
 
-def export(
-    model: Any, format_: Format, folder: Path, backend: str = BACKENDS[0], kernels: bool = False
+def write_model(
+    exported: Exportable, format_: Format, folder: Path, backend: str = BACKENDS[0], kernels: bool = False
 ) -> tuple[Traced, Call]:
     """Write a model in evaluation mode in a format, and load the file.
 
     Raises:
         ValueError: for what the format or its program cannot express; the message names the model.
     """
-    traced = trace(model, backend, kernels)
-    with refused_by_name(model, format_):
+    traced = trace(exported, backend, kernels)
+    with refused_by_name(exported, format_):
         format_.write(traced.program, traced.outputs, folder)
         call = format_.load(folder / format_.file, torch.get_num_threads())
     return traced, call
 
 
 @contextlib.contextmanager
-def refused_by_name(model: Any, format_: Format) -> Iterator[None]:
+def refused_by_name(exported: Exportable, format_: Format) -> Iterator[None]:
     """Turn what the packages of a format raise, errors of their own kinds, into a ValueError that names the model."""
     try:
         yield
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        raise ValueError(f"{_named(model)} cannot be exported to {format_.title}: {_reason(error)}") from error
+        raise ValueError(f"{exported.title} cannot be exported to {format_.title}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -327,7 +402,7 @@ def _reason(error: BaseException) -> str:
 
 
 def narrow_file(
-    model: Any, format_: Format, weights: str, whole: Path, folder: Path, backend: str, kernels: bool = False
+    exported: Exportable, format_: Format, weights: str, whole: Path, folder: Path, backend: str, kernels: bool = False
 ) -> tuple[Call, float]:
     """Write a model with other weights than float32 into a folder, load it, and find the largest of its `differences`.
 
@@ -337,38 +412,33 @@ def narrow_file(
         ValueError: as `export`, and for outputs that are no numbers.
     """
     if weights == "bfloat16":
-        call = export(copy.deepcopy(model).to(torch.bfloat16), format_, folder, backend, kernels)[1]
+        call = write_model(copy.deepcopy(exported).to(torch.bfloat16), format_, folder, backend, kernels)[1]
     elif format_ is FORMATS["torch"]:
-        call = export(with_int8_layers(model), format_, folder, backend, kernels)[1]
+        call = write_model(with_int8_layers(exported), format_, folder, backend, kernels)[1]
     else:
-        with refused_by_name(model, format_):
+        with refused_by_name(exported, format_):
             (quantize_onnx if format_ is FORMATS["onnx"] else quantize_openvino)(whole, folder)
             call = format_.load(folder / format_.file, torch.get_num_threads())
-    difference = float(differences(model, call).max())
+    difference = float(differences(exported, call).max())
     if not math.isfinite(difference):
-        raise ValueError(f"--weights {weights}: outputs of {_named(model)} are no numbers then")
+        raise ValueError(f"--weights {weights}: outputs of {exported.title} are no numbers then")
     return call, difference
 
 
-def chooses(config: Any) -> bool:
-    """Whether a model chooses keys or tokens for each image, which rounding alone can decide between close scores."""
-    return any(prior["predictor"] is not None or pruning_of(prior) is not None for prior in config.stage_priors)
-
-
-def compare(model: Any, format_: Format, call: Call) -> tuple[dict[str, Any], str]:
+def compare(exported: Exportable, format_: Format, call: Call) -> tuple[dict[str, Any], str]:
     """What deployment.json says of how far a file is from its model, and a line for the user.
 
-    A model that `chooses` may choose otherwise for less than half of the images.
+    A model that chooses keys or tokens may choose otherwise for less than half of the images.
 
     Raises:
         ValueError: for other outputs than the model's.
     """
-    batches = CHOOSING_BATCHES if chooses(model.config) else BATCHES
-    gaps = differences(model, call, batches)
+    batches = CHOOSING_BATCHES if exported.chooses else BATCHES
+    gaps = differences(exported, call, batches)
     apart = gaps > ALLOWED
-    if apart.any() and not (chooses(model.config) and np.isfinite(gaps).all() and apart.mean() < 0.5):
+    if apart.any() and not (exported.chooses and np.isfinite(gaps).all() and apart.mean() < 0.5):
         raise ValueError(
-            f"{_named(model)} as {format_.title} gives other outputs than the model, by {gaps.max():.1e}, and at most "
+            f"{exported.title} as {format_.title} gives other outputs than the model, by {gaps.max():.1e}, and at most "
             f"{ALLOWED:.0e} is allowed; --backend reference writes attention out"
         )
     largest, numbers = float(gaps[~apart].max()), " and ".join(map(str, batches))
@@ -382,15 +452,15 @@ def compare(model: Any, format_: Format, call: Call) -> tuple[dict[str, Any], st
     return {**about, "images_that_choose_otherwise": int(apart.sum())}, line
 
 
-def differences(model: Any, call: Call, batches: Sequence[int] = BATCHES) -> np.ndarray:
+def differences(exported: Exportable, call: Call, batches: Sequence[int] = BATCHES) -> np.ndarray:
     """Of each image, the largest difference between the outputs of a file and a model, in units of the largest output
     if that is above 1; infinite for what is no number and for outputs of another shape.
     """
-    gaps, module = [], Outputs(model).eval()
+    gaps = []
     for batch in batches:
-        pixels = images(model.config, batch, seed=batch)
+        pixels = exported.images(batch, seed=batch)
         with torch.no_grad():
-            expected = [output.numpy() for output in module(pixels)]
+            expected = [output.numpy() for output in exported(pixels)]
         given = call(pixels)
         if [one.shape for one in given] != [one.shape for one in expected]:
             return np.array([np.inf])
@@ -402,21 +472,18 @@ def differences(model: Any, call: Call, batches: Sequence[int] = BATCHES) -> np.
     return np.concatenate(gaps)
 
 
-def description(model: Any, format_: Format, traced: Traced) -> dict[str, Any]:
+def description(exported: Exportable, format_: Format, traced: Traced) -> dict[str, Any]:
     """deployment.json, without what is measured."""
-    config = model.config
-    shape = ["batch", *images(config, 1).shape[1:]]
-    labels = [config.id2label[index] for index in range(config.num_labels)] if traced.outputs == ["logits"] else None
     return {
         "format": next(name for name, known in FORMATS.items() if known is format_),
         "file": format_.file,
-        "model": type(model).__name__,
-        "prior": config.prior_name,
+        "model": type(exported.model).__name__,
+        "prior": exported.prior,
         "weights": "float32",
-        "input": {"name": INPUT, "shape": shape, "dtype": "float32"},
-        "image_size": list(as_pair(config.image_size)),
+        "input": {"name": INPUT, "shape": ["batch", *exported.images(1).shape[1:]], "dtype": "float32"},
+        "image_size": list(exported.sides),
         "outputs": traced.outputs,
-        "labels": labels,
+        "labels": exported.labels if "logits" in traced.outputs else None,
         "attention": traced.attention,
         "versions": format_.versions,
     }
@@ -425,26 +492,35 @@ def description(model: Any, format_: Format, traced: Traced) -> dict[str, Any]:
 # ---- how often it is right ------------------------------------------------------------------------------------------
 
 
-def labelled_files(folder: str | os.PathLike, model: Any) -> list[tuple[Path, int]]:
+def labelled_files(
+    folder: str | os.PathLike, exported: Exportable, processor: Mapping[str, Any] | None
+) -> list[tuple[Path, int]]:
     """Images of a folder and their classes.
 
     Raises:
-        OSError, ValueError: as `read_class_folders`; ValueError also for a model that is no classifier of images.
+        OSError, ValueError: as `read_class_folders`; ValueError also for a model that is no classifier of images, and
+            without a processor.
     """
-    if not Outputs(model).is_classifier or takes_clips(model.config):
-        raise ValueError(f"--images is for classifiers of images, not for a {type(model).__name__}")
-    return read_class_folders(folder, [model.config.id2label[index] for index in range(model.config.num_labels)])
+    if not exported.classifies_images or exported.labels is None:
+        raise ValueError(f"--images is for classifiers of images, not for a {type(exported.model).__name__}")
+    if processor is None:
+        raise ValueError(f"--images needs {PROCESSOR} next to the model, which says how its images are prepared")
+    return read_class_folders(folder, exported.labels)
 
 
 def measured_accuracy(
-    model: Any, format_: Format, calls: Mapping[str, Call], files: Sequence[tuple[Path, int]], folder: Path
+    exported: Exportable,
+    format_: Format,
+    calls: Mapping[str, Call],
+    files: Sequence[tuple[Path, int]],
+    folder: Path,
 ) -> tuple[dict[str, float], str]:
     """Accuracy of files and model on images, which the processor of a folder prepares, and a line for the user."""
     classifiers: dict[str, Any] = {name: lambda pixels, call=call: call(pixels)[0] for name, call in calls.items()}
-    classifiers["pytorch"] = lambda pixels: model(pixel_values=pixels).logits.numpy()
+    classifiers["pytorch"] = lambda pixels: exported(pixels)[0].numpy()
     with torch.no_grad():
-        shares = accuracies(classifiers, files, load_image_processor(folder), model.config.num_channels)
-    names = contender_names(shares, model, format_)
+        shares = accuracies(classifiers, files, load_image_processor(folder), exported.num_channels)
+    names = contender_names(shares, exported, format_)
     return shares, f"accuracy on {len(files)} images: " + "; ".join(
         f"{names[name]} {100 * share:.2f} %" for name, share in shares.items()
     )
@@ -463,35 +539,27 @@ CONTENDERS = {
 }
 
 
-def dense_twin(model: Any) -> Any:
-    """A model of the same size without a prior, with random weights; None: the model has none."""
-    config = copy.deepcopy(model.config)
-    config.prior = "dense"
-    twin = type(model)(config).eval().requires_grad_(False)
-    return None if twin.config.stage_priors == model.config.stage_priors else twin
-
-
-def contender_names(keys: Iterable[str], model: Any, format_: Format) -> dict[str, str]:
+def contender_names(keys: Iterable[str], exported: Exportable, format_: Format) -> dict[str, str]:
     """What the user reads for keys of `CONTENDERS`."""
-    return {name: CONTENDERS[name].format(title=format_.title, prior=model.config.prior_name) for name in keys}
+    return {name: CONTENDERS[name].format(title=format_.title, prior=exported.prior) for name in keys}
 
 
 def latencies(
-    model: Any, format_: Format, calls: Mapping[str, Call], backend: str, kernels: bool = False
+    exported: Exportable, format_: Format, calls: Mapping[str, Call], backend: str, kernels: bool = False
 ) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
     """Milliseconds of an image in each of `CONTENDERS` that there is, median and quartiles, and lines for the user."""
-    pixels, contenders = images(model.config, 1), dict(calls)
+    pixels, contenders = exported.images(1), dict(calls)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         if kernels or backend != BACKENDS[0]:
-            contenders["portable" if kernels else "default"] = export(model, format_, Path(first))[1]
-        if (twin := dense_twin(model)) is not None:
-            contenders["dense"] = export(twin, format_, Path(second))[1]
-        contenders["pytorch"] = lambda pixels: model(pixel_values=pixels)
+            contenders["portable" if kernels else "default"] = write_model(exported, format_, Path(first))[1]
+        if (twin := exported.dense_twin()) is not None:
+            contenders["dense"] = write_model(twin, format_, Path(second))[1]
+        contenders["pytorch"] = exported
         with torch.no_grad():
             timings = interleaved({name: functools.partial(run, pixels) for name, run in contenders.items()})
     times = {name: round(median(values), 3) for name, values in timings.items()}
     quartiles = {name: np.percentile(values, (25, 75)).round(3).tolist() for name, values in timings.items()}
-    names = contender_names(times, model, format_)
+    names = contender_names(times, exported, format_)
     width = max(map(len, names.values()))
     lines = [f"one image, {torch.get_num_threads()} threads, median:"]
     lines += [f"  {names[name]:<{width}}  {value:8.2f} ms" for name, value in times.items()]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
+
+from hf_sparseprior.adapters.lora import CLASSIFIERS
+from hf_sparseprior.adapters.saved_adapter import load_adapter
+from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json, read_json_object
@@ -72,6 +82,59 @@ def saved_source(source: str | os.PathLike) -> tuple[Path, Any]:
         titles = ", ".join(family.title for family in FAMILIES.values())
         raise OSError(f"{source} holds {names or 'no architecture'}; export takes the classes of {titles}")
     return source, load_whole_model(source, cls)
+
+
+def exported_source(source: str | os.PathLike) -> tuple[Path, Any]:
+    """The folder of a saved model that has its image processor, and the model.
+
+    Args:
+        source: folder of a model of ours or of transformers, with a prior or without; of an adapter of peft, whose base
+            model is a folder or a name on the hub; or of a training run.
+
+    Raises:
+        OSError: for anything else.
+        ValueError: for a bad field of a config.
+    """
+    source = Path(source)
+    if (source / ADAPTER_CONFIG_NAME).is_file():
+        return _adapted(source)
+    if not (source / CONFIG_NAME).is_file():
+        return saved_source(source)
+    cls = _stock_class((read_json_object(source / CONFIG_NAME).get("architectures") or [None])[0])
+    return saved_source(source) if cls is None else (source, load_whole_model(source, cls))
+
+
+def _stock_class(name: Any) -> Any:
+    """The class of transformers of this name; None: it has no model of this name."""
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def _adapted(folder: Path) -> tuple[Path, Any]:
+    """The model of a folder of an adapter, which is on it, and where its image processor is."""
+    written = read_json_object(folder / ADAPTER_CONFIG_NAME)
+    base, made = written.get("base_model_name_or_path"), written.get("auto_mapping") or {}
+    if not isinstance(base, str) or not base:
+        raise OSError(f"{folder / ADAPTER_CONFIG_NAME}: base_model_name_or_path={base!r} must name the model")
+    name = made.get("base_model_class") if isinstance(made, Mapping) else None
+    cls = _stock_class(name) or next((own for one in FAMILIES.values() if (own := one.class_named(str(name)))), None)
+    if cls is None:
+        raise OSError(
+            f"{folder / ADAPTER_CONFIG_NAME}: the adapter was made on {name!r}, and models of transformers and of ours "
+            "are known; load it in Python, and take hf_sparseprior.export"
+        )
+    model = load_adapter(from_pretrained(cls, base, **_classes(folder)), folder)
+    return (folder if os.path.lexists(folder / PROCESSOR) else Path(base)), model
+
+
+def _classes(folder: Path) -> dict[str, Any]:
+    """How many classes an adapter's own classifier has, as options of `from_pretrained`; peft saves no config."""
+    weights = folder / ADAPTER_SAFE_WEIGHTS_NAME
+    with contextlib.suppress(SafetensorError), safe_open(weights, "pt") as stored:
+        for name in stored.keys():  # noqa: SIM118
+            if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS and name.endswith(".weight"):
+                return {"num_labels": stored.get_slice(name).get_shape()[0], "ignore_mismatched_sizes": True}
+    return {}
 
 
 def _results_of(source: Path) -> dict[str, Any]:

@@ -95,9 +95,10 @@ def _write_onnx(
 ) -> None:
     import onnx
 
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it names operators of torchvision, which nothing needs
+    # They name operators of torchvision, which nothing needs, and what they leave as it is.
+    logs = {log: log.level for log in map(logging.getLogger, ("torch.onnx", "onnxscript"))}
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about itself
@@ -114,7 +115,8 @@ def _write_onnx(
                 custom_translation_table=table,
             )
     finally:
-        log.setLevel(level)
+        for log, level in logs.items():
+            log.setLevel(level)
     assert made is not None
     file = folder / FORMATS["onnx"].file
     made.save(file)

@@ -23,10 +23,13 @@ from hf_sparseprior.attention.plain_operations import plain, plain_operations
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.cli import deployment, runtimes
 from hf_sparseprior.cli.deployment import BACKENDS, DEPLOYMENT, trace
+from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS, openvino_core
+from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.patterns.decay import PLACEMENTS
 from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
 from hf_sparseprior.priors.prior import prior_names
+from hf_sparseprior.saving.processor import takes_clips
 from tests.hf_sparseprior.small import SMALL, small
 from tests.hf_sparseprior.toys import registered_family, registered_support
 from tests.processes import ROOT, run_script, script
@@ -107,7 +110,9 @@ def make_with(case):
 
 def images(config, batch):
     """Images or clips of the config's size, none like another."""
-    return 4 * deployment.images(config, batch, seed=10 + batch)
+    clip = (config.num_frames,) if takes_clips(config) else ()
+    shape = (batch, *clip, config.num_channels, *as_pair(config.image_size))
+    return 4 * torch.randn(shape, generator=torch.Generator().manual_seed(10 + batch))
 
 
 def written_out(model, pixels):
@@ -133,7 +138,7 @@ def same(found, expected):
 
 def check_formats(model, folder, formats, backend=BACKENDS[0]):
     """Each format gives what the model gives, for one image and for three."""
-    traced = trace(model, backend)
+    traced = trace(Exportable(model), backend)
     assert plain() is None
     for name in formats:
         (folder / name).mkdir()
@@ -187,7 +192,7 @@ def test_every_kind_of_model(case, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_form_of_attention(prior, backend, tmp_path):
     model = make("sparseprior_vit", prior=prior, **SHALLOW)
-    ran = trace(model).attention
+    ran = trace(Exportable(model)).attention
     able = {
         "sdpa": "violin" not in prior,
         "gather": True,
@@ -199,7 +204,7 @@ def test_every_form_of_attention(prior, backend, tmp_path):
             assert set(ran) == {"reference"}
         else:
             with pytest.raises(ValueError, match=f"--backend {backend} runs no layer of SparsePriorViT with prior"):
-                trace(model, backend)
+                trace(Exportable(model), backend)
         return
     traced = check_formats(model, tmp_path, FORMATS, backend)
     assert set(traced.attention) == {backend}
@@ -248,7 +253,7 @@ def timed(monkeypatch):
 @pytest.fixture
 def alone(timed, monkeypatch):
     """No dense model is exported next to one with a prior."""
-    monkeypatch.setattr(deployment, "dense_twin", lambda model: None)
+    monkeypatch.setattr(Exportable, "dense_twin", lambda exported: None)
 
 
 @pytest.fixture
@@ -344,7 +349,7 @@ def test_every_family_at_another_size(name, tmp_path, alone):
 def test_every_prior_at_another_size(case):
     """What is interpolated once is what the model interpolates in every call."""
     model = make_with(case)
-    changed = deployment.resized(model, (24, 16)).eval()
+    changed = Exportable(model, (24, 16)).model
     assert changed.config.image_size == [24, 16] and model.config.image_size == 16
     pixels = images(changed.config, 2)
     with torch.no_grad():
@@ -697,9 +702,9 @@ def test_some_images_may_choose_other_keys(prior, wrong, allowed):
 
     if not allowed:
         with pytest.raises(ValueError, match=r"gives other outputs than the model, by 1\.0e-02"):
-            deployment.compare(model, FORMATS["onnx"], call)
+            deployment.compare(Exportable(model), FORMATS["onnx"], call)
         return
-    about, line = deployment.compare(model, FORMATS["onnx"], call)
+    about, line = deployment.compare(Exportable(model), FORMATS["onnx"], call)
     assert about["images_that_choose_otherwise"] == 4 and about["largest_difference"] < 1e-6
     assert "(batches of 1 and 8); 4 of 9 images choose other keys or tokens" in line and line.endswith(": 1.0e-02")
 

@@ -16,6 +16,7 @@ import torch
 
 from hf_sparseprior.cli import onnx_operators, runtimes
 from hf_sparseprior.cli.deployment import DEPLOYMENT, trace
+from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.kernels import build, program_libraries
 from tests.hf_sparseprior.cli.test_deployment import PRIORS, export, images, make, same, written_out
@@ -51,7 +52,7 @@ def kernels(monkeypatch):
 
 def check(model, folder, formats=tuple(FORMATS)):
     """Each format gives what the model gives, for one image and for three."""
-    traced = trace(model, kernels=True)
+    traced = trace(Exportable(model), kernels=True)
     for name in formats:
         (folder / name).mkdir()
         FORMATS[name].write(traced.program, traced.outputs, folder / name)
@@ -85,7 +86,7 @@ def test_every_family(name, tmp_path):
     model = make(name, prior=BOTH)
     if name == "sparseprior_swin":
         with pytest.raises(ValueError, match="a bias is added to the logits of all pairs"):
-            trace(model, kernels=True)
+            trace(Exportable(model), kernels=True)
     elif name == "sparseprior_iformer":  # OpenVINO 2026.4 computes what follows attention wrong, and export refuses it
         assert check(model, tmp_path, ("torch", "onnx")).attention
     else:
@@ -94,7 +95,7 @@ def test_every_family(name, tmp_path):
 
 def test_half_precision_in_torch(tmp_path):
     model = make("sparseprior_vit", prior=BOTH, image_size=16)
-    traced = trace(model.to(torch.bfloat16), kernels=True)
+    traced = trace(Exportable(model.to(torch.bfloat16)), kernels=True)
     FORMATS["torch"].write(traced.program, traced.outputs, tmp_path)
     found = FORMATS["torch"].load(tmp_path / "model.pt2", 1)(images(model.config, 3))
     expected = written_out(model, images(model.config, 3))
@@ -171,7 +172,7 @@ def test_options_that_mean_nothing_together(options, message, tmp_path, capsys):
 def test_a_model_without_compiled_operators_is_named(monkeypatch):
     monkeypatch.delenv("SPARSEPRIOR_BACKEND")
     with pytest.raises(ValueError, match="--kernels: SparsePriorViT with prior 'dense' takes no compiled operator"):
-        trace(make("sparseprior_vit", prior="dense"), kernels=True)
+        trace(Exportable(make("sparseprior_vit", prior="dense")), kernels=True)
 
 
 def test_without_a_library_there_is_one_line(tmp_path, capsys, monkeypatch):

@@ -10,7 +10,8 @@ from transformers import AutoImageProcessor, pipeline
 
 from hf_sparseprior.analysis.app_figures import attention_picture, open_model
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.cli.deployment import processor_settings
+from hf_sparseprior.cli.deployment import fitted_processor, saved_processor
+from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.saving.card import CARD
 from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
 from hf_sparseprior.saving.processor import PROCESSOR
@@ -137,7 +138,7 @@ def test_exported_files_name_a_processor_of_transformers(tmp_path):
     model = saved("sparseprior_vit", tmp_path)
     written = json.loads((tmp_path / PROCESSOR).read_text())
     assert written["auto_map"] == {"AutoImageProcessor": ["saving.SparsePriorImageProcessor", None]}
-    settings = processor_settings(tmp_path, model.config)
+    settings = fitted_processor(saved_processor(tmp_path), Exportable(model))
     assert settings["image_processor_type"] == "ViTImageProcessor" and "auto_map" not in settings
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PROCESSOR).write_text(json.dumps(settings))
