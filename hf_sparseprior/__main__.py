@@ -1,4 +1,4 @@
-"""Command line: python -m hf_sparseprior list | explain | export | convert | app | doctor.
+"""Command line: python -m hf_sparseprior list | explain | export | run-package | convert | app | doctor.
 
 A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows before that.
 """
@@ -75,6 +75,14 @@ def export(arguments: argparse.Namespace) -> list[str]:
     return deploy(arguments.source, arguments.out, arguments.format, *options)
 
 
+def _run_package(arguments: argparse.Namespace) -> int:
+    from hf_sparseprior.cli.packages import run_package
+
+    for line in run_package(arguments.folder, arguments.images):
+        print(line, flush=True)
+    return 0
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     from hf_sparseprior.convert import convert_checkpoint
 
@@ -114,6 +122,7 @@ COMMANDS = {
     "list": _list,
     "explain": _explain,
     "export": _export,
+    "run-package": _run_package,
     "convert": _convert,
     "app": _app,
     "doctor": _doctor,

@@ -18,9 +18,9 @@ TARGETS = (
     *("timm", "original", "vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit"),
     *("siglip", "swin", "timesformer"),
 )
-FORMATS = ("torch", "onnx", "openvino")
+FORMATS = ("torch", "onnx", "openvino", "aoti")
 BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
-WEIGHTS = {"bfloat16": ("torch",), "int8": ("torch", "onnx", "openvino")}
+WEIGHTS = {"bfloat16": ("torch", "aoti"), "int8": ("torch", "onnx", "openvino")}
 EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
 KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
@@ -38,6 +38,8 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     add_explain(commands.add_parser("explain", help="what a prior does on a grid, numbers and pictures"))
     text = "make a saved model ready to upload, or a file of it that runs without this package"
     add_export(commands.add_parser("export", help=text))
+    text = "run a package of export --format aoti; packages are code, so run those alone that you trust"
+    add_run_package(commands.add_parser("run-package", help=text))
     text = "checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
     add_convert(commands.add_parser("convert", help=text), targets)
     add_app(commands.add_parser("app", help="priors, attention and times in a browser; needs the extra `app`"))
@@ -93,7 +95,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument("--license", help="for the model card (default apache-2.0)")
     parser.add_argument(
-        "--format", choices=FORMATS, help="write one file for torch.export, ONNX Runtime or OpenVINO instead"
+        "--format", choices=FORMATS, help="write one file for torch.export, ONNX Runtime, OpenVINO or AOTInductor instead"
     )
     parser.add_argument("--size", help="with --format: HEIGHTxWIDTH of the images, or one number")
     parser.add_argument(
@@ -105,6 +107,13 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=list(WEIGHTS), help=f"{weights}; default float32")
     text = "with --format: folder with a folder of images for each class, for the accuracy"
     parser.add_argument("--images", type=Path, help=text)
+
+
+def add_run_package(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `run-package`."""
+    parser.add_argument("folder", type=Path, help="that `export --format aoti` made")
+    text = "image files, prepared by the folder's processor; without any a random image is run and timed"
+    parser.add_argument("images", nargs="*", type=Path, help=text)
 
 
 def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGETS) -> None:

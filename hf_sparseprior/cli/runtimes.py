@@ -1,4 +1,4 @@
-"""Formats of exported models, and the programs that run their files: torch.export, ONNX Runtime, OpenVINO."""
+"""Formats of exported models, and the programs that run them: torch.export, ONNX Runtime, OpenVINO, AOTInductor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_sparseprior.cli import onnx_operators
+from hf_sparseprior.cli import onnx_operators, packages
 from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.kernels.program_libraries import (
     onnx_library,
@@ -198,11 +198,12 @@ FORMATS = {
     "openvino": Format(
         "OpenVINO", "model.xml", (*ONNX, "openvino"), _write_openvino, _load_openvino, openvino_extension
     ),
+    "aoti": Format("AOTInductor", packages.FILE, (), packages.write_package, packages.load_package, torch_library),
 }
 
 # Weights of fewer bits, and the formats that have them. ONNX Runtime has no bfloat16 on CPUs, and OpenVINO computes in
-# bfloat16 by an option at run time.
-WEIGHTS = {"bfloat16": ("torch",), "int8": ("torch", "onnx", "openvino")}
+# bfloat16 by an option at run time. AOTInductor works weights out while it compiles, so int8 would save nothing.
+WEIGHTS = {"bfloat16": ("torch", "aoti"), "int8": ("torch", "onnx", "openvino")}
 
 
 def check_weights(weights: str | None, format_name: str) -> None:

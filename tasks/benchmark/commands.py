@@ -36,7 +36,7 @@ PREDICTED_MODELS = (
 SDPA_KERNELS = ("flash", "cudnn")
 QUICK_CONTENDERS = ("triton", *SDPA_KERNELS)  # of gpu --quick, next to what the library does
 MINUTES, MINUTES_OF_ALL = 4.0, 7.0  # of gpu --quick and --models, and of gpu without them
-DEPLOYED = ("torch", "onnx", "openvino")
+DEPLOYED = ("torch", "onnx", "openvino", "aoti")
 RIVALS = {
     "dense": "dense attention",
     "dense_compiled": "dense attention, by torch.compile",
@@ -132,11 +132,18 @@ def predicted(parser: argparse.ArgumentParser) -> None:
 
 def deployment(parser: argparse.ArgumentParser) -> None:
     """Options of `deployment`."""
-    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="saved classifiers or training runs")
+    text = "saved classifiers or training runs, with --images; without any, presets are timed with their kernels"
+    parser.add_argument("models", nargs="*", metavar="NAME=FOLDER", help=text)
     files = "a folder for each class, or a .parquet file of fetch_cifar10"
-    parser.add_argument("--images", type=Path, required=True, help=files)
+    parser.add_argument("--images", type=Path, help=files)
     parser.add_argument("--limit", type=int, help="so many images of a .parquet file, the first ones; default: all")
     parser.add_argument("--formats", nargs="+", default=list(DEPLOYED), choices=DEPLOYED, help="default: all")
+    parser.add_argument("--presets", nargs="+", default=["vit_tiny", "vit_small"], help="default: %(default)s")
+    priors = ["fibottention", "violin", "fibottention+violin", "sparsifiner"]
+    parser.add_argument("--priors", nargs="+", default=priors, help="default: %(default)s")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[224, 512, 1024], help="pixels a side")
+    text = "of presets, besides float32; default: none"
+    parser.add_argument("--weights", nargs="+", default=[], choices=["bfloat16", "int8"], help=text)
 
 
 def overhead(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +211,7 @@ ENTRIES: dict[str, Entry] = {
     "backbones": ("backbones of segmentation and detection: one image", backbones, {}),
     "rivals": ("what a user would pick instead: other programs, token merging, windows", rivals, {}),
     "video": ("clips: forward pass of video models", video, {"seconds": 40.0, "memory_gib": 12.0, "threads": 1}),
-    "deployment": ("exported models: size, accuracy and time", deployment, {}),
+    "deployment": ("exported models: size, accuracy, time", deployment, {"rounds": 9, "seconds": 60.0}),
     "gpu": (
         "the Triton kernels: checked, tuned, timed; --count and --cards need no GPU",
         gpu,

@@ -22,7 +22,7 @@ from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.cli.deployment import DEPLOYMENT, deploy
 from hf_sparseprior.cli.export import saved_source
 from hf_sparseprior.cli.runtimes import FORMATS, WEIGHTS
-from tasks.benchmark import report
+from tasks.benchmark import deployment_times, report
 from tasks.benchmark.entry import Benchmark, Case, Row, Session
 
 KEPT = ("prior", "image_size", "attention", "versions", "compared", "accuracy", "milliseconds", "quartiles")
@@ -90,11 +90,17 @@ def measured_file(model: Path, format_name: str, weights: str | None, images: Pa
 
 
 class Deployment(Benchmark):
-    """The entry."""
+    """The entry for saved models."""
+
+    def variant(self, arguments: argparse.Namespace) -> Benchmark:
+        """Without models, times of presets."""
+        return self if arguments.models or arguments.images else deployment_times.BENCHMARK
 
     def check(self, arguments: argparse.Namespace) -> None:
         """Models, images and packages; a .parquet file is unpacked into a folder that goes with the command."""
         transformers_logging.disable_progress_bar()
+        if not (arguments.models and arguments.images):
+            raise ValueError("NAME=FOLDER and --images go together; without both, times of presets are measured")
         if not arguments.images.exists():
             raise OSError(f"--images={arguments.images} does not exist")
         if arguments.limit is not None:
