@@ -9,6 +9,8 @@ notebooks: each runs.
 wheel: wheel and sdist are built; the wheel asks for no newer system than its name says, is installed into an empty
     environment, where no compiler is found, and every library in it that this processor runs gives what `reference`
     gives.
+programs: exported files with the operators give what their models gave in ONNX Runtime 1.17.3 and in the newest one,
+    two sessions at once, too; a package of AOTInductor does so from C++.
 kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
 sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
 minimum: the wheel loads with the lowest versions of torch, transformers and peft that pyproject.toml allows, and the
@@ -280,6 +282,68 @@ def kernels() -> None:
     remove(python)
 
 
+# Runs where an ONNX Runtime is installed, with a library and the folder of an exported file of tests/fixtures.
+TRY_ONNX = """
+import json, sys, threading
+import numpy as np, onnxruntime
+library, folder = sys.argv[1:]
+expected = np.array(json.load(open(folder + "/expected.json"))["logits"], dtype=np.float32)
+pixels = np.load(folder + "/pixels.npy")
+
+def session(threads):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("hf_sparseprior.threads", str(threads))
+    options.register_custom_ops_library(library)
+    return onnxruntime.InferenceSession(folder + "/model.onnx", options, providers=["CPUExecutionProvider"])
+
+def check(own, times=200):
+    for _ in range(times):
+        assert np.abs(own.run(None, {"pixel_values": pixels})[0] - expected).max() < 1e-5
+
+sessions = [session(1), session(2)]
+before = threading.active_count()
+workers = [threading.Thread(target=check, args=(own,)) for own in sessions]
+[worker.start() for worker in workers]
+tasks = lambda: len(__import__("os").listdir("/proc/self/task"))
+most = tasks()
+[worker.join() for worker in workers]
+check(sessions[0], 1)
+assert tasks() <= most, "the operators started threads"
+print(onnxruntime.__version__, "gives what the model gave, two sessions at once, too;", most, "threads in all")
+"""
+
+
+def programs() -> None:
+    """Exported files with the operators in the first and the newest ONNX Runtime, and in C++."""
+    import numpy as np
+    import onnx
+    import torch
+
+    from hf_sparseprior.kernels.program_libraries import onnx_library, torch_library
+    from tests.hf_sparseprior.cli.cpp_example import run_example
+
+    say(run_example(new_folder("package"), torch_library()))
+    folder = new_folder("onnx")
+    with zipfile.ZipFile(ROOT / "tests" / "fixtures" / "exported.zip") as fixture:
+        fixture.extractall(folder)
+    for prior in sorted(path for path in folder.iterdir() if path.is_dir()):
+        shutil.copyfile(prior / "expected.json", prior / "onnx" / "expected.json")
+        model = onnx.load(prior / "onnx" / "model.onnx")
+        model.ir_version = min(model.ir_version, 9)  # of what 1.17 reads
+        onnx.save(model, prior / "onnx" / "model.onnx")
+        side = model.graph.input[0].type.tensor_type.shape.dim[-1].dim_value
+        np.save(
+            prior / "onnx" / "pixels.npy", torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+        )
+    for version in ("onnxruntime==1.17.3", "onnxruntime"):
+        python = environment("programs")
+        install(python, version, "numpy<2" if "1.17" in version else "numpy", constrained=False)
+        for prior in sorted(path for path in folder.iterdir() if path.is_dir()):
+            say(run([python, "-c", TRY_ONNX, str(onnx_library()), str(prior / "onnx")]).strip())
+        remove(python)
+
+
 def lowest() -> list[str]:
     """The lowest versions of torch, transformers and peft that pyproject.toml allows, as requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -383,6 +447,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "notebooks": notebooks,
         "wheel": wheel,
         "sdist": sdist,
+        "programs": programs,
         "kernels": kernels,
         "minimum": minimum,
         "newest": newest,

@@ -40,7 +40,8 @@ SHORTER = {
 }
 # Commands that have a test of their own which runs them, in tests/tasks.
 TESTED_ELSEWHERE = ("tasks.common.mm", "tasks.segmentation", "tasks.video", "tasks.robotics", "tasks.heads")
-FILES = ("add-task",)  # pages whose blocks are files, which tests/test_extension.py puts in their places
+# Pages with tests of their own: blocks are files, which tests/test_extension.py puts in their places, and a server.
+FILES = ("add-task", "serve")
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
@@ -119,6 +120,24 @@ def test_the_examples_of_a_page_run(name, place, capsys, fresh_accelerator):
                 run_command(words)
                 ran += 1
     assert ran >= 1
+
+
+@pytest.mark.slow
+def test_the_server_of_the_page_answers(place):
+    testclient = pytest.importorskip("fastapi.testclient", reason="fastapi is not installed: pip install '.[app]'")
+    *first, server = [text for language, text in BLOCK.findall(PAGES["serve"].read_text()) if language == "python"]
+    assert len(first) == 2
+    for text in first:
+        exec(compile(text, "serve", "exec"), {})
+    names: dict = {"__name__": "serve"}
+    exec(compile(server, "serve.py", "exec"), names)
+    photo = (place / "photos" / "test" / "cat" / "1.jpg").read_bytes()
+    client = testclient.TestClient(names["app"])
+    answer = client.post("/classify", content=photo, headers={"Content-Type": "image/jpeg"})
+    assert answer.status_code == 200
+    pixels = names["processor"](Image.open(place / "photos" / "test" / "cat" / "1.jpg"), return_tensors="np")
+    (logits,) = names["session"].run(None, {"pixel_values": pixels["pixel_values"]})
+    assert answer.json() == pytest.approx(dict(zip(names["about"]["labels"], logits[0].tolist(), strict=True)))
 
 
 def test_each_how_to_is_one_screen_of_code():

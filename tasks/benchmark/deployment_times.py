@@ -178,11 +178,23 @@ def of(key: str) -> Callable[[Row], str]:
     return cell
 
 
+def times(base: Callable[[str], str]) -> Callable[[Row], str]:
+    """A cell of the ratio to the contender that follows from a contender's name."""
+    return lambda row: report.ratio_text(row["times"].get(base(row["contender"])))
+
+
 BENCHMARK = DeploymentTimes(
     name="deployment",
     keys=("model", "pixels", "prior", "contender"),
     machine=("threads", "keep_memory"),
     bases=(PYTORCH, *(f"{name} {DENSE}" for name in FORMATS)),
     size="pixels",
-    columns={"attention": of("attention"), "off by": of("difference")},
+    only_these_columns=True,
+    columns={
+        "ms (quartiles)": lambda row: report.milliseconds(row["seconds"]),
+        "times PyTorch": times(lambda name: PYTORCH),
+        "times dense there": times(lambda name: f"{name.partition(' ')[0]} {DENSE}"),
+        "attention": of("attention"),
+        "off by": of("difference"),
+    },
 )

@@ -30,7 +30,7 @@ from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.saving.processor import PROCESSOR
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, tiny_clip
-from tests.hf_sparseprior.cli.test_deployment import export, same
+from tests.hf_sparseprior.cli.test_deployment import FILES, export, same
 from tests.hf_sparseprior.models import head_cases
 from tests.timm_oracle import import_timm
 
@@ -66,7 +66,7 @@ def written_out(model, pixels):
         return [output.numpy() for output in Exportable(copy.deepcopy(model).double())(pixels)]
 
 
-def check(model, folder, formats=tuple(FORMATS), **options):
+def check(model, folder, formats=FILES, **options):
     """Files give what the model gives, and the model is left alone. Returns what deployment.json says."""
     state, attention = copy.deepcopy(model.state_dict()), getattr(model, "config", None) and model.config.to_dict()
     for name in formats:

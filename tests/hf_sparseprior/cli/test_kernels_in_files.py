@@ -19,7 +19,7 @@ from hf_sparseprior.cli.deployment import DEPLOYMENT, trace
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.kernels import build, program_libraries
-from tests.hf_sparseprior.cli.test_deployment import PRIORS, export, images, make, same, written_out
+from tests.hf_sparseprior.cli.test_deployment import FILES, PRIORS, export, images, make, same, written_out
 from tests.hf_sparseprior.small import SMALL
 from tests.processes import ROOT, run_script
 
@@ -29,6 +29,7 @@ openvino = pytest.importorskip("openvino")
 pytestmark = pytest.mark.usefixtures("kernels")
 
 BOTH = "fibottention+violin"
+FILE_FORMATS = {name: FORMATS[name] for name in FILES}
 # Priors whose attention the kernels compute, and the operators that are in a program then.
 OPERATORS = {
     "fibottention": {"diagonal_output"},
@@ -50,7 +51,7 @@ def kernels(monkeypatch):
     monkeypatch.setenv("SPARSEPRIOR_BACKEND", "cpp")
 
 
-def check(model, folder, formats=tuple(FORMATS)):
+def check(model, folder, formats=FILES):
     """Each format gives what the model gives, for one image and for three."""
     traced = trace(Exportable(model), kernels=True)
     for name in formats:
@@ -131,8 +132,8 @@ def test_the_command_and_a_process_without_this_package(tmp_path, capsys, monkey
     monkeypatch.setattr("hf_sparseprior.cli.deployment.MOST_CALLS", 3)
     model = make("sparseprior_vit", prior=BOTH, image_size=16)
     model.save_pretrained(tmp_path / "model")
-    libraries = {name: format_.library() for name, format_ in FORMATS.items()}
-    for name, format_ in FORMATS.items():
+    libraries = {name: format_.library() for name, format_ in FILE_FORMATS.items()}
+    for name, format_ in FILE_FORMATS.items():
         out = tmp_path / name
         assert export(tmp_path / "model", out, "--format", name, "--kernels") == 0
         printed = capsys.readouterr().out
@@ -227,7 +228,7 @@ def test_files_of_the_first_version_still_run(tmp_path):
     for folder in priors:
         about = json.loads((folder / "expected.json").read_text())
         pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-        for name, format_ in FORMATS.items():
+        for name, format_ in FILE_FORMATS.items():
             made, own = about["versions"]["torch"], torch.__version__
             if name == "torch" and tuple(map(int, own.split(".")[:2])) < tuple(map(int, made.split(".")[:2])):
                 continue  # torch reads files of older versions
