@@ -95,7 +95,9 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument("--license", help="for the model card (default apache-2.0)")
     parser.add_argument(
-        "--format", choices=FORMATS, help="write one file for torch.export, ONNX Runtime, OpenVINO or AOTInductor instead"
+        "--format",
+        choices=FORMATS,
+        help="write one file for torch.export, ONNX Runtime, OpenVINO or AOTInductor instead",
     )
     parser.add_argument("--size", help="with --format: HEIGHTxWIDTH of the images, or one number")
     parser.add_argument(

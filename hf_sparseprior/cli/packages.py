@@ -24,7 +24,6 @@ from hf_sparseprior.cli import onnx_operators
 from hf_sparseprior.cli.labelled_images import read_image
 from hf_sparseprior.kernels.build import find_compiler
 from hf_sparseprior.kernels.program_libraries import torch_library
-from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
 
 FILE = "model.aoti.pt2"
@@ -57,7 +56,10 @@ def _without_paths(compiler: Sequence[str], scratch: Path) -> Iterator[None]:
 
     Its last words are ours, because AOTInductor asks for lines of source files and has no setting against it.
     """
-    places = {sysconfig.get_paths()["purelib"]: "site-packages", torch._inductor.runtime.cache_dir_utils.cache_dir(): "."}
+    places = {
+        sysconfig.get_paths()["purelib"]: "site-packages",
+        torch._inductor.runtime.cache_dir_utils.cache_dir(): ".",
+    }
     words = ["-g0", *(f"-ffile-prefix-map={place}={name}" for place, name in places.items())]
     script = scratch / Path(compiler[0]).name
     script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@" {shlex.join(words)}\n', encoding="utf-8")

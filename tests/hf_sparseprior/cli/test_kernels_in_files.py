@@ -94,6 +94,26 @@ def test_every_family(name, tmp_path):
         assert check(model, tmp_path).attention
 
 
+@pytest.mark.parametrize("kind", ["maps", "clip"])
+def test_backbones_and_clips(kind, tmp_path):
+    if kind == "maps":
+        model = make("sparseprior_vit", "backbone", prior=BOTH, image_size=16)
+    else:
+        options = {"prior": f"{BOTH}+clip", "attention_type": "joint_space_time", "image_size": 12, "num_frames": 3}
+        model = make("sparseprior_timesformer", **options)
+    assert check(model, tmp_path, ("onnx",)).attention
+
+
+def test_int8_weights_leave_the_operators(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_sparseprior.cli.deployment.latencies", lambda *arguments: ({}, {}, []))
+    make("sparseprior_vit", prior=BOTH, image_size=16).save_pretrained(tmp_path / "model")
+    assert export(tmp_path / "model", tmp_path / "out", "--format", "onnx", "--kernels", "--weights", "int8") == 0
+    kinds = {node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
+    assert {"DiagonalAttention", "MatMulInteger"} <= kinds
+    about = json.loads((tmp_path / "out" / DEPLOYMENT).read_text())
+    assert about["compared"]["largest_difference"] < 1e-5 < about["compared"]["int8"] < 0.2
+
+
 def test_half_precision_in_torch(tmp_path):
     model = make("sparseprior_vit", prior=BOTH, image_size=16)
     traced = trace(Exportable(model.to(torch.bfloat16)), kernels=True)

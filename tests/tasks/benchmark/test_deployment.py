@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
-from tasks.benchmark import commands, deployment
+from tasks.benchmark import commands, deployment, deployment_times
 from tasks.benchmark.__main__ import main as program
 from tasks.benchmark.deployment import unpacked
 from tests.hf_sparseprior.small import small
@@ -170,3 +170,27 @@ def test_bad_options(models, images, tmp_path, given, options, message, capsys):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not os.path.exists(tmp_path / "out")
+
+
+def test_presets_are_timed_against_pytorch_and_dense_there(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    command = ["--presets", "vit_tiny", "--sizes", "32", "--priors", "fibottention", "--formats", "onnx", "torch"]
+    command += ["--weights", "bfloat16", "--rounds", "2", "--threads", "1", "--out", str(out)]
+    assert main(command) == 0
+    records = {record["contender"]: record for record in json.loads((out / "records.json").read_text())["measured"]}
+    assert list(records) == ["PyTorch", "onnx", "onnx dense", "torch", "torch bfloat16", "torch dense"]
+    assert all(len(record["seconds"]) == 2 for record in records.values())
+    assert records["onnx"]["difference"] < 1e-5 < records["torch bfloat16"]["difference"]
+    table = (out / "table.md").read_text()
+    assert "| times dense there |" in table and "time at most 1.05 times PyTorch | vit_tiny 32" not in table
+    monkeypatch.setattr(deployment_times, "write_model", lambda *given, **more: pytest.fail("measured again"))
+    assert main(command) == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(deployment_times, "difference", lambda exported, call: 1e-4)
+    assert main([*command[:-1], str(tmp_path / "wrong")]) == 1
+    assert "is off by 1.0e-04, allowed are 1e-05" in capsys.readouterr().err
+
+
+def test_models_and_images_go_together(models, capsys):
+    assert main([f"own={models['dense']}"]) == 2
+    assert "NAME=FOLDER and --images go together" in capsys.readouterr().err
