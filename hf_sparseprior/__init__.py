@@ -131,7 +131,7 @@ def __getattr__(name: str) -> _Any:
     if name == "heads":  # of transformers, which take a second to import
         return _importlib.import_module("hf_sparseprior.models.heads")
     if name == "export":
-        return _importlib.import_module("hf_sparseprior.cli.deployment").export_model
+        return _importlib.import_module("hf_sparseprior.cli.deployment").export
     # These need peft, which is imported only when they are used.
     if name not in ("LoraViolinConfig", "ViolinAdapterConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -105,18 +105,18 @@ def deploy(
     labelled: str | os.PathLike | None = None,
     kernels: bool = False,
 ) -> list[str]:
-    """Write a saved model as a file for another program, as `export_model` does.
+    """Write a saved model as a file for another program, as `export` does.
 
     Args:
         source: folder of a saved model, of an adapter of peft, or of a training run.
-        out, backend, weights, kernels: as in `export_model`.
+        out, backend, weights, kernels: as in `export`.
         format_name: one of `FORMATS`.
         size: of the images, "HEIGHTxWIDTH" or one number; default the model's.
         labelled: its `images`.
 
     Raises:
         OSError: for a source that is no saved model, or an existing `out`.
-        ValueError, ImportError: as `export_model`.
+        ValueError, ImportError: as `export`.
     """
     check_options(format_name, backend, weights, kernels)
     check_new(Path(out))
@@ -124,7 +124,7 @@ def deploy(
     if kernels:
         kernels_library(FORMATS[format_name])  # before the model is loaded, which may take longer
     folder, model = exported_source(source)
-    return export_model(
+    return export(
         model,
         out,
         format_name,
@@ -155,7 +155,7 @@ def check_options(format_name: str, backend: str, weights: str | None, kernels: 
         )
 
 
-def export_model(
+def export(
     model: Any,
     out: str | os.PathLike,
     format: str = "onnx",

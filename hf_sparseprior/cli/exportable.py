@@ -25,7 +25,6 @@ from hf_sparseprior.priors.prior import prior_name, pruning_of
 from hf_sparseprior.saving.processor import image_processor_settings
 
 STATES = ("last_hidden_state", "pooler_output", "token_ids")  # what a model without a head is for
-PARTS = ("loss", "cls_logits", "distillation_logits")  # of a classifier's logits, and what needs labels
 TOWERS = ("backbone_config", "vision_config")  # configs within a config that know the size of images
 FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # of PIL, by timm's names
 
@@ -101,8 +100,10 @@ class Exportable(nn.Module):
         output = self.model(pixel_values=pixel_values, **self.options)
         if (maps := output.get("feature_maps")) is not None:
             return dict(zip(self.model.out_features, maps, strict=True))
-        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor) and name not in PARTS}
+        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
         heads = [name for name in tensors if name not in STATES and "hidden_state" not in name]
+        if "Classification" in type(self.model).__name__:  # some give the logits of each of their tokens, too
+            heads = ["logits"]
         return {name: tensors[name] for name in heads or STATES if name in tensors}
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:

@@ -597,8 +597,11 @@ def test_images_are_for_classifiers_of_images(tmp_path, capsys):
         (["--backend", "gather"], "--backend needs --format"),
         (["--weights", "int8"], "--weights needs --format"),
         (["--images", "folder"], "--images needs --format"),
-        (["--format", "onnx", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch, not onnx"),
-        (["--format", "openvino", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch, not openvino"),
+        (["--format", "onnx", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch or aoti, not onnx"),
+        (
+            ["--format", "openvino", "--weights", "bfloat16"],
+            "needs --format torch or aoti, not openvino",
+        ),
         (["--format", "torch", "--images", "nowhere"], "--images nowhere is no folder"),
         (["--format", "onnx", "--license", "mit"], "--license is for the model card"),
         (["--format", "torch", "--size", "0"], "--size 0 must be HEIGHTxWIDTH or one number, each from 1 to"),
