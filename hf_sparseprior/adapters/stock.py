@@ -97,9 +97,7 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
 
 
 def own_prior(model: nn.Module, applied: Applied) -> None:
-    """Note what `attach` did as the prior of a model, whether or not it was for adapters before."""
-    for prior in stock_priors(model):
-        prior.serve_all()
+    """Note what `attach` did as the prior of a model."""
     if isinstance(model, PreTrainedModel):
         applied.handles.append(model.register_load_state_dict_pre_hook(refuse_files_weights))
     setattr(model, APPLIED, applied)

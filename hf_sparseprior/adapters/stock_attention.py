@@ -68,7 +68,8 @@ class StockPrior(PriorAttention):
     def serve_all(self) -> None:
         """Serve the model itself, which is saved with it, and not adapters alone."""
         self.for_adapters = False
-        self.register_buffer(MARKER, torch.ones(1, dtype=torch.uint8))
+        device = next((weight.device for weight in self.parameters()), None)
+        self.register_buffer(MARKER, torch.ones(1, dtype=torch.uint8, device=device))
 
     @property
     def is_idle(self) -> bool:

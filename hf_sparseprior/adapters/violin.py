@@ -34,7 +34,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach, own_prior
-from hf_sparseprior.adapters.stock_attention import APPLIED, Applied
+from hf_sparseprior.adapters.stock_attention import APPLIED, Applied, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.resolved import ResolvedDecay, Time, with_decay
@@ -475,6 +475,8 @@ def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
     if applied is not None:
         applied.prior = next(iter(layers.values())).prior
         if attached is not None:
+            for prior in stock_priors(model):
+                prior.serve_all()
             own_prior(model, attached)
         return
     renewed: dict[int, Any] = {}

@@ -169,14 +169,14 @@ def export(
 ) -> list[str]:
     """Write a model as a file for another program, compare the two, and time the file (`sp.export`).
 
-    The model stays as it is. The new folder appears whole or not at all.
+    The model is not changed. The new folder appears whole or not at all.
 
     Args:
         model: of ours, of timm, or of transformers, with or without a prior in place; a head of transformers on a
             backbone of ours; or a model of peft, whose adapter is merged and whose decay is kept (`merge_and_unload`).
             Its one input are images or clips.
         out: new folder.
-        format: one of `FORMATS`: "torch", "onnx" or "openvino".
+        format: one of `FORMATS`: "torch", "onnx", "openvino" or "aoti".
         size: of the images in pixels, (height, width) or one number; default the model's, or the processor's.
         kernels: the file keeps the compiled operators, and needs their library where it runs. The chooser decides which
             layers take them, as in PyTorch.

@@ -51,7 +51,7 @@ class Exportable(nn.Module):
     Args:
         model: in float32 or bfloat16, in evaluation mode; its configs are changed. Of ours, of timm, or of
             transformers: with a head or without, a backbone, or a head of transformers on a backbone of ours.
-        sides: (height, width) of its images in pixels; None: as it is configured.
+        sides: (height, width) of its images in pixels; None: those of its config.
 
     Raises:
         ValueError: for a model of another kind, whose images have no known size.

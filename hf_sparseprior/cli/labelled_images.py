@@ -61,6 +61,16 @@ def read_image(file: Path, processor: Any, num_channels: int) -> Any:
     return decode_image(file, str(file), **settings).convert("RGB" if num_channels == 3 else "L")
 
 
+def prepared(files: Sequence[Path], processor: Any, num_channels: int) -> Tensor:
+    """Images as a model takes them, float32 (B, C, height, width).
+
+    Raises:
+        OSError, ValueError: as `read_image`.
+    """
+    read = [read_image(file, processor, num_channels) for file in files]
+    return torch.as_tensor(np.asarray(processor(read, return_tensors="np")["pixel_values"], dtype=np.float32))
+
+
 def accuracies(
     classifiers: dict[str, Callable[[Tensor], np.ndarray]],
     images: Sequence[tuple[Path, int]],
@@ -71,8 +81,7 @@ def accuracies(
     right = dict.fromkeys(classifiers, 0)
     for first in range(0, len(images), BATCH):
         batch = images[first : first + BATCH]
-        read = [read_image(file, processor, num_channels) for file, _ in batch]
-        pixels = torch.as_tensor(np.asarray(processor(read, return_tensors="np")["pixel_values"], dtype=np.float32))
+        pixels = prepared([file for file, _ in batch], processor, num_channels)
         labels = np.array([label for _, label in batch])
         for name, classify in classifiers.items():
             right[name] += int((classify(pixels).argmax(-1) == labels).sum())

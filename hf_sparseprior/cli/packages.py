@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.cli import onnx_operators
-from hf_sparseprior.cli.labelled_images import read_image
+from hf_sparseprior.cli.labelled_images import prepared
 from hf_sparseprior.kernels.build import find_compiler
 from hf_sparseprior.kernels.program_libraries import torch_library
 from hf_sparseprior.saving.saved_processor import load_image_processor
@@ -120,9 +120,7 @@ def run_package(folder: str | os.PathLike, images: Sequence[Path] = ()) -> Itera
         return
     processor = load_image_processor(folder)
     for image in images:
-        read = read_image(image, processor, shape[0])
-        pixels = torch.as_tensor(np.asarray(processor([read], return_tensors="np")["pixel_values"], dtype=np.float32))
-        found = dict(zip(about["outputs"], call(pixels), strict=True))
+        found = dict(zip(about["outputs"], call(prepared([image], processor, shape[0])), strict=True))
         yield f"{image}: {_said(found, about.get('labels'))}"
 
 

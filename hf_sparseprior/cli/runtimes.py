@@ -95,7 +95,7 @@ def _write_onnx(
 ) -> None:
     import onnx
 
-    # They name operators of torchvision, which nothing needs, and what they leave as it is.
+    # Their warnings are of missing torchvision, which nothing needs, and of nodes that are not constant.
     logs = {log: log.level for log in map(logging.getLogger, ("torch.onnx", "onnxscript"))}
     for log in logs:
         log.setLevel(logging.ERROR)

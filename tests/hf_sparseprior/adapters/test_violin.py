@@ -227,6 +227,13 @@ def test_merging_leaves_the_decay_as_the_prior(name, tmp_path):
         assert sp.remove_prior(merged).state_dict().keys() == build(name).state_dict().keys()
 
 
+def test_the_marker_lies_where_the_prior_does():
+    model = sp.apply_prior(build("vit").to("meta"), "violin")
+    assert {value.device.type for value in model.state_dict().values()} == {"meta"}
+    merged = peft.get_peft_model(build("vit"), sp.ViolinAdapterConfig()).to("meta").merge_and_unload()
+    assert {value.device.type for value in merged.state_dict().values()} == {"meta"}
+
+
 @pytest.mark.parametrize("name", ["vit", "ours"])
 def test_merging_keeps_the_support_and_other_models_of_the_config(name, tmp_path):
     support = {"support": "fibottention"}
