@@ -91,8 +91,9 @@ def _graph_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
 
 
 def _write_onnx(
-    program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path, folds: bool = True
+    program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path, runtime: bool = True
 ) -> None:
+    """Write an ONNX file, as ONNX Runtime is fastest with it unless `runtime` is False."""
     import onnx
 
     # Their warnings are of missing torchvision, which nothing needs, and of nodes that are not constant.
@@ -105,7 +106,9 @@ def _write_onnx(
             nodes = [node for part in _graph_modules(program.graph_module) for node in part.graph.nodes]
             if any(node.target is torch.ops.aten.sort.stable for node in nodes):
                 program = program.run_decompositions({torch.ops.aten.sort.stable: _sorted})
-            table = onnx_operators.translations() if diagonal_cpu.ready() is None else None
+            table = onnx_operators.translations() if diagonal_cpu.ready() is None else {}
+            if runtime:
+                table[torch.ops.aten.linear.default] = onnx_operators.linear
             made = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -122,7 +125,7 @@ def _write_onnx(
     made.save(file)
     model = onnx.load(file, load_external_data=False)
     onnx_operators.forget_sources(model)
-    if folds and not any(tensor.external_data for tensor in model.graph.initializer):
+    if runtime and not any(tensor.external_data for tensor in model.graph.initializer):
         onnx_operators.fold(model)
     onnx.save(model, file)
 
@@ -174,7 +177,7 @@ def onnx_to_openvino(source: Path, folder: Path) -> None:
 
 def _write_openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        _write_onnx(program, outputs, Path(scratch), folds=False)  # OpenVINO does it when it loads a file
+        _write_onnx(program, outputs, Path(scratch), runtime=False)
         onnx_to_openvino(Path(scratch), folder)
 
 

@@ -13,6 +13,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hf_sparseprior.cli import onnx_operators, runtimes
 from hf_sparseprior.cli.deployment import DEPLOYMENT, trace
@@ -102,6 +103,30 @@ def test_backbones_and_clips(kind, tmp_path):
         options = {"prior": f"{BOTH}+clip", "attention_type": "joint_space_time", "image_size": 12, "num_frames": 3}
         model = make("sparseprior_timesformer", **options)
     assert check(model, tmp_path, ("onnx",)).attention
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "varying", "kinds"),
+    [
+        ((5, 8), (0,), {"Gemm"}),
+        ((2, 5, 8), (0,), {"Gemm", "Reshape"}),
+        ((2, 3, 5, 8), (0,), {"Gemm", "Reshape"}),
+        ((2, 5, 8), (0, 1), {"MatMul"}),
+    ],
+)
+def test_linear_layers_in_onnx(shape, varying, kinds, bias, tmp_path):
+    layer, tokens = nn.Linear(8, 4, bias=bias).eval(), torch.randn(shape)
+    sizes = {axis: torch.export.Dim(f"size{axis}", min=1) for axis in varying}
+    program = torch.export.export(layer, (tokens,), dynamic_shapes=(sizes,))
+    table = {torch.ops.aten.linear.default: onnx_operators.linear}
+    torch.onnx.export(program, dynamo=True, verbose=False, custom_translation_table=table).save(tmp_path / "file.onnx")
+    found = {node.op_type for node in onnx.load(tmp_path / "file.onnx").graph.node}
+    assert found == kinds | ({"Add"} if bias and "MatMul" in kinds else set())
+    session = onnxruntime.InferenceSession(tmp_path / "file.onnx", providers=["CPUExecutionProvider"])
+    for given in (tokens, tokens.repeat([2 if axis in varying else 1 for axis in range(tokens.dim())])):
+        (made,) = session.run(None, {session.get_inputs()[0].name: given.numpy()})
+        np.testing.assert_allclose(made, layer(given).detach().numpy(), atol=1e-6)
 
 
 def test_int8_weights_leave_the_operators(tmp_path, capsys, monkeypatch):
