@@ -11,6 +11,7 @@ wheel: wheel and sdist are built; the wheel asks for no newer system than its na
     gives.
 programs: exported files with the operators give what their models gave in ONNX Runtime 1.17.3 and in the newest one,
     two sessions at once, too; a package of AOTInductor does so from C++.
+route: the five commands of docs/export.md from photos to a server, whose answer comes.
 kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
 sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
 minimum: the wheel loads with the lowest versions of torch, transformers and peft that pyproject.toml allows, and the
@@ -344,6 +345,14 @@ def programs() -> None:
         remove(python)
 
 
+def route() -> None:
+    """From photos to a server by the commands of docs/export.md."""
+    from tests.route import run_route
+
+    for line in run_route(new_folder("route"), None, 60, ["trainer.num_train_epochs=1"]):
+        say(line)
+
+
 def lowest() -> list[str]:
     """The lowest versions of torch, transformers and peft that pyproject.toml allows, as requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -448,6 +457,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "wheel": wheel,
         "sdist": sdist,
         "programs": programs,
+        "route": route,
         "kernels": kernels,
         "minimum": minimum,
         "newest": newest,

@@ -31,6 +31,7 @@ from hf_sparseprior.cli import onnx_operators
 from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.exportable import Exportable, vision_config
 from hf_sparseprior.cli.labelled_images import accuracies, read_class_folders
+from hf_sparseprior.cli.packages import DEPLOYMENT
 from hf_sparseprior.cli.runtimes import (
     FORMATS,
     INPUT,
@@ -46,7 +47,6 @@ from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
 from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import MAX_SIDE, load_image_processor
 
-DEPLOYMENT = "deployment.json"
 # Forms of attention that are PyTorch operations alone, and that fit any batch; the first is the default.
 BACKENDS = ("sdpa", "gather", "diagonal", "reference")
 BATCHES = (1, 3)
@@ -67,6 +67,10 @@ class Traced(NamedTuple):
     program: torch.export.ExportedProgram
     outputs: list[str]
     attention: dict[str, int]
+
+
+class NoOperators(ValueError):
+    """A file was to keep the compiled operators, and the model takes none for images of its size."""
 
 
 def checked_sides(size: Any) -> tuple[int, int]:
@@ -356,7 +360,7 @@ def trace(exported: Exportable, backend: str = BACKENDS[0], kernels: bool = Fals
     if kernels:
         called = onnx_operators.counted(program)
         if not called:
-            raise ValueError(
+            raise NoOperators(
                 f"--kernels: {exported.title} takes no compiled operator for images of this size: dense attention is "
                 "faster there, or they cannot compute its attention (SPARSEPRIOR_LOG=debug says which)"
             )

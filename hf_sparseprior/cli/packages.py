@@ -27,6 +27,7 @@ from hf_sparseprior.kernels.program_libraries import torch_library
 from hf_sparseprior.saving.saved_processor import load_image_processor
 
 FILE = "model.aoti.pt2"
+DEPLOYMENT = "deployment.json"  # in the folder of every exported file, what is known of it
 SOURCES = (".cpp",)  # what a package has besides what runs; with every path of the machine
 TOP = 5  # classes that are printed
 CALLS = 10  # that are timed
@@ -106,7 +107,7 @@ def run_package(folder: str | os.PathLike, images: Sequence[Path] = ()) -> Itera
     """
     folder = Path(folder)
     folder = folder.parent if folder.is_file() else folder
-    about = read_json_object(folder / "deployment.json", RECORD_BYTES)
+    about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
     if about.get("format") != "aoti" or about.get("file") != FILE:
         raise OSError(f"{folder} holds a file for {about.get('format')!r}, and run-package runs those of 'aoti'")
     if (needed := about.get("kernels")) is not None:

@@ -130,6 +130,15 @@ def predicted(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=models, metavar="'PRESET PRIOR PIXELSxIMAGES'")
 
 
+# Options of `deployment` without models: defaults, and what they are.
+PRESETS_TIMED: dict[str, tuple[list, str]] = {
+    "presets": (["vit_tiny", "vit_small"], "names"),
+    "priors": (["fibottention", "violin", "fibottention+violin", "sparsifiner"], "names"),
+    "sizes": ([224, 512, 1024], "pixels a side"),
+    "weights": ([], "besides float32"),
+}
+
+
 def deployment(parser: argparse.ArgumentParser) -> None:
     """Options of `deployment`."""
     text = "saved classifiers or training runs, with --images; without any, presets are timed with their kernels"
@@ -138,12 +147,10 @@ def deployment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=Path, help=files)
     parser.add_argument("--limit", type=int, help="so many images of a .parquet file, the first ones; default: all")
     parser.add_argument("--formats", nargs="+", default=list(DEPLOYED), choices=DEPLOYED, help="default: all")
-    parser.add_argument("--presets", nargs="+", default=["vit_tiny", "vit_small"], help="default: %(default)s")
-    priors = ["fibottention", "violin", "fibottention+violin", "sparsifiner"]
-    parser.add_argument("--priors", nargs="+", default=priors, help="default: %(default)s")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[224, 512, 1024], help="pixels a side")
-    text = "of presets, besides float32; default: none"
-    parser.add_argument("--weights", nargs="+", default=[], choices=["bfloat16", "int8"], help=text)
+    for name, (default, about) in PRESETS_TIMED.items():
+        kind = {"type": int} if name == "sizes" else {"choices": ["bfloat16", "int8"]} if name == "weights" else {}
+        text = f"without models: {about}; default: {' '.join(map(str, default)) or 'none'}"
+        parser.add_argument(f"--{name}", nargs="+", help=text, **kind)
 
 
 def overhead(parser: argparse.ArgumentParser) -> None:

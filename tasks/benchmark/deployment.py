@@ -23,6 +23,7 @@ from hf_sparseprior.cli.deployment import DEPLOYMENT, deploy
 from hf_sparseprior.cli.export import saved_source
 from hf_sparseprior.cli.runtimes import FORMATS, WEIGHTS
 from tasks.benchmark import deployment_times, report
+from tasks.benchmark.commands import PRESETS_TIMED
 from tasks.benchmark.entry import Benchmark, Case, Row, Session
 
 KEPT = ("prior", "image_size", "attention", "versions", "compared", "accuracy", "milliseconds", "quartiles")
@@ -94,13 +95,18 @@ class Deployment(Benchmark):
 
     def variant(self, arguments: argparse.Namespace) -> Benchmark:
         """Without models, times of presets."""
-        return self if arguments.models or arguments.images else deployment_times.BENCHMARK
+        return self if arguments.models or arguments.images else deployment_times.BENCHMARK.variant(arguments)
 
     def check(self, arguments: argparse.Namespace) -> None:
         """Models, images and packages; a .parquet file is unpacked into a folder that goes with the command."""
         transformers_logging.disable_progress_bar()
         if not (arguments.models and arguments.images):
             raise ValueError("NAME=FOLDER and --images go together; without both, times of presets are measured")
+        for name in PRESETS_TIMED:
+            if (value := getattr(arguments, name)) is not None:
+                raise ValueError(
+                    f"--{name} {' '.join(map(str, value))} is for presets, without NAME=FOLDER and --images"
+                )
         if not arguments.images.exists():
             raise OSError(f"--images={arguments.images} does not exist")
         if arguments.limit is not None:

@@ -19,10 +19,11 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.families import preset_family
-from hf_sparseprior.cli.deployment import BACKENDS, narrow_file, trace, write_model
+from hf_sparseprior.cli.deployment import BACKENDS, NoOperators, narrow_file, trace, write_model
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS, WEIGHTS, Call
 from tasks.benchmark import report
+from tasks.benchmark.commands import PRESETS_TIMED
 from tasks.benchmark.entry import Benchmark, Case, Row, Session, Target, WrongOutput, unique
 from tasks.benchmark.model_contenders import preset_config
 
@@ -51,9 +52,7 @@ def takes_kernels(exported: Exportable) -> bool:
     """Whether kernels are chosen in PyTorch for a layer of a model at its size."""
     try:
         trace(exported, kernels=True)
-    except ValueError as error:
-        if "takes no compiled operator" not in str(error):
-            raise
+    except NoOperators:
         return False
     return True
 
@@ -61,9 +60,18 @@ def takes_kernels(exported: Exportable) -> bool:
 class DeploymentTimes(Benchmark):
     """The entry."""
 
+    def variant(self, arguments: argparse.Namespace) -> Benchmark:
+        """Itself, with the defaults of its options."""
+        for name, (default, _) in PRESETS_TIMED.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, default)
+        return self
+
     def check(self, arguments: argparse.Namespace) -> None:
         """Presets, sizes, priors and packages."""
         transformers_logging.disable_progress_bar()
+        if arguments.limit is not None:
+            raise ValueError(f"--limit {arguments.limit} is for saved models with --images")
         report.check_positive(rounds=arguments.rounds)
         for name in arguments.formats:
             FORMATS[name].check_packages()

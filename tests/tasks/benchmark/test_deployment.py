@@ -161,6 +161,8 @@ def test_all_formats_are_offered():
         (["a={dense}"], ["--limit", "3"], "--limit 3 is for a .parquet file"),
         (["a={dense}"], ["--limit", "0"], "--limit 0 must be above 0"),
         (["a={dense}"], ["--threads", "0"], "--threads 0 must be above 0"),
+        (["a={dense}"], ["--sizes", "32", "64"], "--sizes 32 64 is for presets, without NAME=FOLDER and --images"),
+        (["a={dense}"], ["--weights", "int8"], "--weights int8 is for presets"),
     ],
 )
 def test_bad_options(models, images, tmp_path, given, options, message, capsys):
@@ -194,3 +196,8 @@ def test_presets_are_timed_against_pytorch_and_dense_there(tmp_path, capsys, mon
 def test_models_and_images_go_together(models, capsys):
     assert main([f"own={models['dense']}"]) == 2
     assert "NAME=FOLDER and --images go together" in capsys.readouterr().err
+
+
+def test_times_of_presets_take_no_images(tmp_path, capsys):
+    assert main(["--limit", "3", "--out", str(tmp_path / "out")]) == 2
+    assert "--limit 3 is for saved models with --images" in capsys.readouterr().err
