@@ -110,6 +110,7 @@ __all__ = [
     "onnx_session_options",
     "openvino_extension",
     "ops",
+    "predict",
     "register_backend",
     "register_clip_curve",
     "register_curve",
@@ -132,6 +133,8 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module("hf_sparseprior.models.heads")
     if name == "export":
         return _importlib.import_module("hf_sparseprior.cli.deployment").export
+    if name == "predict":
+        return _importlib.import_module("hf_sparseprior.cli.predict").predict
     # These need peft, which is imported only when they are used.
     if name not in ("LoraViolinConfig", "ViolinAdapterConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

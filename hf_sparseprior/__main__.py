@@ -1,4 +1,4 @@
-"""Command line: python -m hf_sparseprior list | explain | export | run-package | convert | app | doctor.
+"""Command line: sparseprior (or python -m hf_sparseprior) with list, explain, predict, export, convert and others.
 
 A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows before that.
 """
@@ -46,6 +46,15 @@ def _explain(arguments: argparse.Namespace) -> int:
     from hf_sparseprior.analysis import explain
 
     explain.run(arguments)
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from hf_sparseprior.cli.predict import predict
+
+    options = {name: value for name, value in vars(arguments).items() if name != "command"}
+    for line in predict(options.pop("model"), options.pop("images"), options.pop("out"), **options):
+        print(line)
     return 0
 
 
@@ -121,6 +130,7 @@ def _app(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "list": _list,
     "explain": _explain,
+    "predict": _predict,
     "export": _export,
     "run-package": _run_package,
     "convert": _convert,

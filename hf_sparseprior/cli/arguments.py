@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PROGRAM = "python -m hf_sparseprior"
+SCRIPT = "sparseprior"  # the console script
+PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m hf_sparseprior"
 # Each is compared with what it names by a test; the modules that have these import torch.
 TARGETS = (
     *("sparseprior_vit", "sparseprior_timesformer", "sparseprior_swin", "sparseprior_convit", "sparseprior_iformer"),
@@ -23,6 +24,7 @@ BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
 WEIGHTS = {"bfloat16": ("torch", "aoti"), "int8": ("torch", "onnx", "openvino")}
 EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
+FEATURES, UNREADABLE = ("pooled", "patches"), ("skip", "fatal")
 KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
 
 
@@ -36,6 +38,8 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_list(commands.add_parser("list", help="the names of all families, supports, decays, curves ..."))
     add_explain(commands.add_parser("explain", help="what a prior does on a grid, numbers and pictures"))
+    text = "what a model sees in images: a table of labels, features, masks or boxes"
+    add_predict(commands.add_parser("predict", help=text))
     text = "make a saved model ready to upload, or a file of it that runs without this package"
     add_export(commands.add_parser("export", help=text))
     text = "run a package of export --format aoti; packages are code, so run those alone that you trust"
@@ -86,6 +90,34 @@ def parse_grid(text: str) -> tuple[int, ...]:
             f"{text!r} must be HEIGHTxWIDTH, for example 14x14, or FRAMESxHEIGHTxWIDTH, for example 8x14x14"
         )
     return tuple(map(int, parts))
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `predict`, those of `sp.predict`."""
+    text = "folder of a training run, a saved model, an adapter or an exported file; or a name on the hub"
+    parser.add_argument("model", help=text)
+    text = "folders, image files, lists of paths (.txt), tables (.csv, .tsv, .parquet) and videos"
+    parser.add_argument("images", nargs="+", help=text)
+    text = (
+        "new file: .csv, .jsonl or .parquet; .npz or .parquet with --features; .json (COCO) of a detector; "
+        "a new folder of masks of a segmentor"
+    )
+    parser.add_argument("--out", required=True, help=text)
+    parser.add_argument("--top", type=int, default=5, help="labels of an image (default %(default)s)")
+    text = "write what the classifier takes, or the last layer's patches, instead of what the model finds"
+    parser.add_argument("--features", choices=FEATURES, help=text)
+    parser.add_argument("--threshold", type=float, default=0.5, help="least score of an object (default %(default)s)")
+    parser.add_argument("--column", help="of a table's paths (default: path, file, image, filename or file_name)")
+    parser.add_argument("--every", type=int, default=1, help="of a video each so many frames (default: all)")
+    parser.add_argument(
+        "--batch", type=int, help="images at once (default: as many as fit the memory, at most 16 or 64)"
+    )
+    parser.add_argument("--device", help="cpu, cuda ... (default: a GPU if there is one)")
+    parser.add_argument("--processor", help="folder of an image processor (default: the model's)")
+    text = "leave out files that cannot be read and list them (default), or end with the first"
+    parser.add_argument("--unreadable", choices=UNREADABLE, default="skip", help=text)
+    parser.add_argument("--sheet", help="new .png file of the images that a classifier is surest and least sure of")
+    parser.add_argument("--overlay", help="new folder of the images with masks or boxes drawn over them")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +187,8 @@ def parse_port(text: str) -> int:
 
 
 def answer_at_once() -> None:
-    """End `python -m hf_sparseprior --help`, and the command with wrong arguments; any other process goes on."""
+    """End the command with `--help` or wrong arguments, as a script or as a module; any other process goes on."""
     given = sys.orig_argv
-    if sys.argv[:1] == ["-m"] and "-m" in given and given[given.index("-m") + 1] == "hf_sparseprior":
+    is_module = sys.argv[:1] == ["-m"] and "-m" in given and given[given.index("-m") + 1] == "hf_sparseprior"
+    if is_module or Path(sys.argv[0]).stem == SCRIPT:
         make_parser().parse_args()

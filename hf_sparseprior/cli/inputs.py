@@ -1,0 +1,183 @@
+"""What images a command is to look at: folders, files, lists, columns of tables, videos."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
+from hf_sparseprior.cli.image_files import PassedOver, as_text, decode_image, images_below, is_image
+
+TABLES = (".csv", ".tsv", ".parquet")
+LISTS = (".txt", ".lst")
+VIDEOS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg")
+PATH_COLUMNS = ("path", "file", "image", "filename", "file_name", "filepath")
+
+
+@dataclass(frozen=True)
+class Input:
+    """An image to look at: a file, or a frame of a video.
+
+    name: what tables call it. frame: number from 0 in the video; None for an image.
+    """
+
+    name: str
+    file: str
+    frame: int | None = None
+
+
+def find_inputs(
+    given: Sequence[str | os.PathLike], column: str | None = None, every: int = 1
+) -> tuple[list[Input], PassedOver]:
+    """Images of folders (and of folders in them), files, lists, tables and videos, in this order, each once.
+
+    A folder's are in the order of their names. A list has a path in each line. Paths in lists and tables are relative
+    to the file that names them.
+
+    Args:
+        column: of a table's paths; default the first of `PATH_COLUMNS` that it has.
+        every: of a video each so many frames, from the first one on.
+
+    Raises:
+        OSError: for what does not exist or cannot be read.
+        ValueError: for what is none of these, a table without such a column, and where nothing is found.
+    """
+    passed_over, found = PassedOver(), dict[str, Input]()
+    places = [os.fspath(own) for own in given]
+    for place in places:
+        if column is not None and not place.lower().endswith(TABLES):
+            raise ValueError(f"column={column!r} is for tables ({', '.join(TABLES)}), not for {place}")
+        for own in _inputs_of(place, column, every, passed_over):
+            found.setdefault(own.name, own)
+    if not found:
+        line = passed_over.line()
+        raise ValueError(f"{', '.join(places)}: no image there" + (f"; {line}" if line else ""))
+    return list(found.values()), passed_over
+
+
+def _inputs_of(place: str, column: str | None, every: int, passed_over: PassedOver) -> Iterator[Input]:
+    kind = os.path.splitext(place)[1].lower()
+    if os.path.isdir(place):
+        yield from (Input(as_text(path), path) for path in sorted(images_below(place, passed_over)))
+        return
+    if not os.path.exists(place):
+        raise FileNotFoundError(f"{place} does not exist; it must be a folder, an image, a list, a table or a video")
+    if kind in TABLES or kind in LISTS:
+        root = os.path.dirname(place)
+        paths = _column(Path(place), column) if kind in TABLES else _lines(Path(place))
+        yield from (Input(as_text(path), os.path.join(root, path)) for path in paths)
+    elif kind in VIDEOS:
+        yield from (Input(f"{as_text(place)}#{frame}", place, frame) for frame in range(0, _frames(place), every))
+    elif is_image(place):
+        yield Input(as_text(place), place)
+    else:
+        raise ValueError(
+            f"{place} must be a folder, an image, a list ({', '.join(LISTS)}), a table ({', '.join(TABLES)}) or a "
+            f"video ({', '.join(VIDEOS)})"
+        )
+
+
+def _lines(file: Path) -> list[str]:
+    text = read_limited(file, DATA_BYTES).decode("utf-8-sig", "surrogateescape")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _column(file: Path, column: str | None) -> list[str]:
+    """Paths of a table.
+
+    Raises:
+        ValueError: for a missing column and a path that is empty or no text.
+    """
+    names, rows = _parquet(file) if file.suffix.lower() == ".parquet" else _csv(file)
+    known = ", ".join(names)
+    if column is None:
+        column = next((name for name in PATH_COLUMNS if name in names), None)
+        if column is None:
+            raise ValueError(f"{file}: which column has the paths (column=)? It has {known}")
+    elif column not in names:
+        raise ValueError(f"{file}: column={column!r} must be one of {known}")
+    paths = [row.get(column) for row in rows(column)]
+    for number, path in enumerate(paths, 1):
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"{file}, row {number}: {column}={path!r} must be a path")
+    return paths
+
+
+def _csv(file: Path) -> tuple[list[str], Any]:
+    text = read_limited(file, DATA_BYTES).decode("utf-8-sig", "surrogateescape")
+    reader = csv.DictReader(text.splitlines(), delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
+    return list(reader.fieldnames or ()), lambda column: rows
+
+
+def _parquet(file: Path) -> tuple[list[str], Any]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema, read_table
+
+    try:
+        names = list(read_schema(file).names)
+        return names, lambda column: read_table(file, columns=[column]).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{file}: {str(error).splitlines()[0]}") from None
+
+
+# ---- videos ---------------------------------------------------------------------------------------------------------
+
+
+def _frames(place: str) -> int:
+    """How many frames a video has; counted, because its header may be wrong."""
+    count = 0
+    for _ in _decoded(place):
+        count += 1
+    return count
+
+
+def _decoded(place: str) -> Iterator[Any]:
+    import av
+
+    try:
+        with av.open(place) as container:
+            yield from container.decode(video=0)
+    except (av.FFmpegError, IndexError) as error:
+        raise OSError(f"{place} is not a readable video ({error})") from None
+
+
+class Reader:
+    """Reads inputs as 8-bit RGB (PIL). Frames of one video are to be asked for in their order.
+
+    Args:
+        processor: of the model, whose settings `exif` and `depth16` say how files are decoded.
+    """
+
+    def __init__(self, processor: Any = None) -> None:
+        # Models that were trained with depth16=refuse, and those of others, have not seen scaled images.
+        self.settings = {
+            "exif": getattr(processor, "exif", "apply"),
+            "depth16": getattr(processor, "depth16", "refuse"),
+        }
+        self._video: tuple[str, Iterator[Any], int] | None = None
+
+    def __call__(self, wanted: Input) -> Any:
+        """An image.
+
+        Raises:
+            OSError, ValueError: as `decode_image`.
+        """
+        if wanted.frame is None:
+            return decode_image(wanted.file, wanted.name, **self.settings)
+        if self._video is None or self._video[0] != wanted.file or self._video[2] > wanted.frame:
+            self._video = (wanted.file, _decoded(wanted.file), 0)
+        place, frames, at = self._video
+        for frame in frames:
+            at += 1
+            if at > wanted.frame:
+                self._video = (place, frames, at)
+                return frame.to_image()
+        raise OSError(f"{wanted.name}: the video has {at} frames")

@@ -1,0 +1,334 @@
+"""A model that looks at images, wherever it comes from: a folder, the hub, an exported file, or Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_sparseprior.adapters.lora import CLASSIFIERS
+from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.base.families import family_of
+from hf_sparseprior.base.files import file_sha256, write_text
+from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
+from hf_sparseprior.cli import onnx_operators
+from hf_sparseprior.cli.deployment import fitted_processor, own_copy, saved_processor, stock_sides
+from hf_sparseprior.cli.export import exported_source
+from hf_sparseprior.cli.exportable import Exportable
+from hf_sparseprior.cli.packages import DEPLOYMENT
+from hf_sparseprior.cli.runtimes import FORMATS
+from hf_sparseprior.saving.processor import PROCESSOR
+from hf_sparseprior.saving.saved_processor import load_image_processor
+
+Kind = Literal["classes", "numbers", "pixels", "objects", "features"]
+FEATURES = ("pooled", "patches")
+
+
+@dataclass
+class Predictor:
+    """A model with what it needs to look at images.
+
+    title: for messages. digest: of its weights. kind: what it finds. labels: names of classes; None if they have none.
+    call: from pixels (B, C, height, width) to tensors by name. processor: of transformers. one_class: whether an image
+    has one class; with several each has a probability of its own. per_image: bytes that a call needs for an image,
+    about.
+    """
+
+    title: str
+    digest: str
+    kind: Kind
+    labels: list[str] | None
+    call: Callable[[Tensor], dict[str, Tensor]]
+    processor: Any
+    num_channels: int
+    one_class: bool = True
+    per_image: int = 0
+
+    def prepare(self, images: Sequence[Any]) -> Tensor:
+        """Pillow's images as the model takes them, float32 (B, C, height, width)."""
+        mode = "RGB" if self.num_channels == 3 else "L"
+        given = self.processor([image.convert(mode) for image in images], return_tensors="np")
+        return torch.as_tensor(np.asarray(given["pixel_values"], dtype=np.float32))
+
+
+def load_predictor(
+    model: Any, processor: Any = None, features: str | None = None, device: str | torch.device | None = None
+) -> Predictor:
+    """A predictor of a folder, of a name on the hub, or of a model.
+
+    Args:
+        model: folder of a training run, of a saved model of ours or of transformers, of an adapter, or of an exported
+            file; a name on the hub; or a model of these kinds or of timm, which is copied.
+        processor: an image processor or a folder that has one; default the model's.
+        features: one of `FEATURES`, in place of what a head finds.
+        device: default a GPU if there is one.
+
+    Raises:
+        OSError: for what is none of these.
+        ValueError: for models that take no images, lack an image processor, or have no such features.
+    """
+    if features is not None and features not in FEATURES:
+        raise ValueError(f"features={features!r} must be one of {', '.join(FEATURES)}")
+    if isinstance(model, (str, os.PathLike)):
+        folder = _folder(model)
+        if (folder / DEPLOYMENT).is_file():
+            if features is not None:
+                raise ValueError(f"features={features!r} needs a model, and {folder} holds an exported file")
+            return _of_file(folder, device)
+        home, loaded = exported_source(folder)
+        if processor is None and os.path.lexists(home / PROCESSOR):
+            processor = home
+        return _of_model(loaded, processor, features, device, str(folder))
+    return _of_model(model, processor, features, device, None)
+
+
+def _folder(source: str | os.PathLike) -> Path:
+    """A local folder; of a name on the hub its snapshot, without files that are code or would be unpickled.
+
+    Raises:
+        OSError: for a name that is neither.
+    """
+    if os.path.isdir(source):
+        return Path(source)
+    name = os.fspath(source)
+    if os.path.lexists(name) or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise OSError(f"{name} must be a folder of a model, or a name on the hub")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of the hub, of httpx and of names
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{name} is no folder here, and is not to be had from the hub ({line})") from None
+
+
+# ---- exported files -------------------------------------------------------------------------------------------------
+
+
+def _of_file(folder: Path, device: Any) -> Predictor:
+    about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
+    format_ = FORMATS.get(str(about.get("format")))
+    if format_ is None or about.get("format") == "aoti":
+        raise ValueError(
+            f"{folder} holds a file for {about.get('format')!r}; predict takes those for "
+            f"{', '.join(name for name in FORMATS if name != 'aoti')}, and run-package AOTInductor's, which are code"
+        )
+    if device not in (None, "cpu", torch.device("cpu")):
+        raise ValueError(f"device={device!s} must be cpu for an exported file")
+    format_.check_packages()
+    if (needed := about.get("kernels")) is not None and needed["operators"] != onnx_operators.VERSION:
+        raise ValueError(f"{folder}: operators={needed['operators']!r} must be {onnx_operators.VERSION}")
+    if needed is not None:
+        assert format_.library is not None
+        format_.library()
+    file, names = folder / format_.file, about["outputs"]
+    if not file.is_file():
+        raise OSError(f"{folder} has no {format_.file}, which its {DEPLOYMENT} names")
+    try:
+        run = format_.load(file, torch.get_num_threads())
+    except Exception as error:  # each program has errors of its own for damaged files
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{file} cannot be loaded: {line}") from None
+
+    def call(pixels: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: torch.from_numpy(value) for name, value in zip(names, run(pixels), strict=True)}
+
+    if not os.path.lexists(folder / PROCESSOR):
+        raise ValueError(f"{folder} has no {PROCESSOR}, so how its images are prepared is not known")
+    shape = about["input"]["shape"][1:]
+    return Predictor(
+        title=f"{about['model']} with prior {about['prior']!r} in {format_.title}",
+        digest=file_sha256(file),
+        kind=_kind(call(torch.zeros(1, *shape)), about.get("problem_type")),
+        labels=about["labels"],
+        call=call,
+        processor=load_image_processor(folder),
+        num_channels=shape[-3],
+        one_class=about.get("problem_type") != "multi_label_classification",
+    )
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def _of_model(model: Any, processor: Any, features: str | None, device: Any, source: str | None) -> Predictor:
+    saved, model = saved_processor(processor), own_copy(model)
+    exported = Exportable(model, stock_sides(model, saved))
+    if exported.num_channels not in (1, 3):
+        raise ValueError(f"{exported.title} takes {exported.num_channels} channels, and image files have 1 or 3")
+    if exported.num_frames is not None:
+        raise ValueError(f"{exported.title} takes clips, and predict looks at images")
+    settings = fitted_processor(saved, exported)
+    if settings is None:
+        where = source or "the model"
+        raise ValueError(f"{where} has no {PROCESSOR}, so how its images are prepared is not known (processor=)")
+    with tempfile.TemporaryDirectory() as scratch:
+        write_text(Path(scratch) / PROCESSOR, json.dumps(settings))
+        images = load_image_processor(scratch)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    exported = exported.to(place)
+    named = exported.named if features is None else lambda pixels: {"features": _features(exported, pixels, features)}
+
+    def call(pixels: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: value.float().cpu() for name, value in named(pixels.to(place)).items()}
+
+    problem = getattr(getattr(exported.model, "config", None), "problem_type", None)
+    kind = _kind(call(exported.images(1)), problem) if features is None else "features"
+    return Predictor(
+        title=exported.title,
+        digest=_digest(exported.model),
+        kind=kind,
+        labels=exported.labels if kind in ("classes", "pixels", "objects") else None,
+        call=call,
+        processor=images,
+        num_channels=exported.num_channels,
+        one_class=problem != "multi_label_classification",
+        per_image=_bytes_per_image(exported),
+    )
+
+
+def _digest(model: nn.Module) -> str:
+    """Of all weights, so that work is gone on with for the same model alone."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _bytes_per_image(exported: Exportable) -> int:
+    """What one image takes in a forward pass, roughly and rather too much."""
+    config = getattr(exported.model, "config", None)
+    config = getattr(config, "backbone_config", None) or getattr(config, "vision_config", None) or config
+    height, width = exported.sides
+    patch = getattr(config, "patch_size", None) or 16
+    patch = patch if isinstance(patch, int) else patch[0]
+    tokens = (height // patch) * (width // patch) + 1
+    dim = getattr(config, "hidden_size", None) or 768
+    heads = getattr(config, "num_attention_heads", None) or 12
+    heads = heads if isinstance(heads, int) else max(heads)
+    pairs = 0 if family_of(config) is not None and exported.prior != "dense" else 2 * heads * tokens**2
+    return 4 * (12 * tokens * dim + pairs + 3 * height * width)
+
+
+def _kind(outputs: Mapping[str, Tensor], problem: str | None) -> Kind:
+    """What a model finds, by what it gives for one image."""
+    logits = outputs.get("logits")
+    if "pred_boxes" in outputs:
+        return "objects"
+    if "masks_queries_logits" in outputs or (logits is not None and logits.ndim == 4):
+        return "pixels"
+    if logits is not None and logits.ndim == 2:
+        return "numbers" if problem == "regression" else "classes"
+    return "features"
+
+
+# ---- features -------------------------------------------------------------------------------------------------------
+
+
+def _features(exported: Exportable, pixels: Tensor, which: str) -> Tensor:
+    """(B, dim) that the classifier takes, or without one the pooled output; or (B, patches, dim) of the last layer.
+
+    Raises:
+        ValueError: for a model that has none.
+    """
+    model = exported.model
+    if which == "patches":
+        return _patches(exported, pixels)
+    if exported.in_timm and hasattr(model, "forward_head"):
+        return model.forward_head(model.forward_features(pixels), pre_logits=True).flatten(1)
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.split(".")[0] in CLASSIFIERS
+    ]
+    if not linear:
+        output = exported.named(pixels)
+        pooled = output.get("pooler_output", output.get("features"))
+        if pooled is None and (states := output.get("last_hidden_state")) is not None:
+            pooled = states.mean(1)
+        if pooled is None or pooled.ndim != 2:
+            raise ValueError(f"features='pooled': {exported.title} pools nothing; features='patches' is for backbones")
+        return pooled
+    seen: list[Tensor] = []
+    hook = linear[-1].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    try:
+        exported.named(pixels)
+    finally:
+        hook.remove()
+    return seen[-1].flatten(1)
+
+
+def _patches(exported: Exportable, pixels: Tensor) -> Tensor:
+    model = exported.model
+    if exported.in_timm:
+        states = model.forward_features(pixels)
+        return states.flatten(1, -2) if states.ndim == 4 else states[:, getattr(model, "num_prefix_tokens", 0) :]
+    if getattr(model.config, "backbone_config", None) is not None:
+        model = model.backbone
+    output = (model if model.base_model is model else model.base_model)(pixel_values=pixels, **exported.options)
+    if (maps := output.get("feature_maps")) is not None:
+        return maps[-1].flatten(2).transpose(1, 2)
+    if output.get("token_ids") is not None:
+        raise ValueError(f"features='patches': {exported.title} drops patches, others for each image")
+    states = output.last_hidden_state
+    if states.ndim == 4:
+        return states.flatten(2).transpose(1, 2)
+    down, across = patch_projection(model).stride
+    count = (pixels.shape[-2] // down) * (pixels.shape[-1] // across)
+    return states[:, -count:] if states.shape[1] >= count else states
+
+
+# ---- what heads find ------------------------------------------------------------------------------------------------
+
+
+def masks(predictor: Predictor, outputs: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    """The class of each pixel of images of sizes (height, width): uint16, one array an image."""
+    process = getattr(predictor.processor, "post_process_semantic_segmentation", None)
+    if process is not None:
+        found = process(SimpleNamespace(**outputs), target_sizes=list(sizes))
+        return [one.numpy().astype(np.uint16) for one in found]
+    logits = outputs["logits"]
+    resize = nn.functional.interpolate
+    return [
+        resize(logits[place, None], size=size, mode="bilinear", align_corners=False)[0]
+        .argmax(0)
+        .numpy()
+        .astype("uint16")
+        for place, size in enumerate(sizes)
+    ]
+
+
+def objects(
+    predictor: Predictor, outputs: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]], threshold: float
+) -> list[list[dict[str, Any]]]:
+    """Of each image its objects: category (number), score, bbox (left, top, width, height) in pixels."""
+    process = getattr(predictor.processor, "post_process_object_detection", None)
+    if process is None:
+        raise ValueError(f"{predictor.title}: its image processor cannot turn outputs into boxes")
+    found = process(SimpleNamespace(**outputs), threshold=threshold, target_sizes=list(sizes))
+    return [
+        [
+            {"category": int(label), "score": float(score), "bbox": _corner_and_sides(box.tolist())}
+            for score, label, box in zip(one["scores"], one["labels"], one["boxes"], strict=True)
+        ]
+        for one in found
+    ]
+
+
+def _corner_and_sides(box: Sequence[float]) -> list[float]:
+    left, top, right, bottom = box
+    return [round(value, 2) for value in (left, top, right - left, bottom - top)]
