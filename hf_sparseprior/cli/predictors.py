@@ -250,12 +250,9 @@ def _features(exported: Exportable, pixels: Tensor, which: str) -> Tensor:
         return _patches(exported, pixels)
     if exported.in_timm and hasattr(model, "forward_head"):
         return model.forward_head(model.forward_features(pixels), pre_logits=True).flatten(1)
-    linear = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[0] in CLASSIFIERS
-    ]
-    if not linear:
+    heads = (module for name, module in model.named_modules() if name.rpartition(".")[2] in CLASSIFIERS)
+    head = next((module for module in heads if not isinstance(module, nn.Identity)), None)
+    if head is None:
         output = exported.named(pixels)
         pooled = output.get("pooler_output", output.get("features"))
         if pooled is None and (states := output.get("last_hidden_state")) is not None:
@@ -264,7 +261,7 @@ def _features(exported: Exportable, pixels: Tensor, which: str) -> Tensor:
             raise ValueError(f"features='pooled': {exported.title} pools nothing; features='patches' is for backbones")
         return pooled
     seen: list[Tensor] = []
-    hook = linear[-1].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    hook = head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     try:
         exported.named(pixels)
     finally:
