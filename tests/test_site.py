@@ -79,7 +79,8 @@ def commands(block):
 
 
 def run_command(words):
-    """A `python -m` command in this process."""
+    """A `python -m` command in this process, or that of the console script."""
+    words = ["python", "-m", "hf_sparseprior", *words[1:]] if words[0] == "sparseprior" else words
     assert words[:2] == ["python", "-m"], words
     module, arguments = words[2], words[3:]
     if module.startswith(TESTED_ELSEWHERE):

@@ -123,13 +123,7 @@ def predict(
     with _begun(partial, predictor, options) as (log, done):
         left = [own for own in inputs if own.name not in done]
         _look(predictor, left, options, partial, log, len(inputs))
-        rows = _rows(partial / LOG)
-        wanted = [rows[own.name] for own in inputs if own.name in rows]  # in the order of the inputs
-        left_out = {row["path"]: row["unreadable"] for row in wanted if "unreadable" in row}
-        wanted = [row for row in wanted if "unreadable" not in row]
-        if not wanted:
-            first = next(iter(left_out.items()))
-            raise OSError(f"none of {len(left_out)} images can be read; the first: {first[1]}")
+        wanted, left_out = _in_order(inputs, partial / LOG)
         lines = write_rows(predictor, wanted, out, partial, features)
         if sheet is not None:
             draw_sheet(wanted, {own.name: own for own in inputs}, Reader(predictor.processor), Path(sheet))
@@ -234,10 +228,19 @@ def _parsed(line: bytes) -> Any:
     return None
 
 
-def _rows(log: Path) -> dict[str, dict[str, Any]]:
-    """Rows by path; of one that came twice the last."""
-    rows = map(_parsed, log.read_bytes().splitlines()[1:])
-    return {row["path"]: row for row in rows if isinstance(row, dict)}
+def _in_order(inputs: Sequence[Input], log: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The rows of a log in the order of the inputs, and why the others cannot be read, by path.
+
+    Raises:
+        OSError: if none can be.
+    """
+    lines = map(_parsed, log.read_bytes().splitlines()[1:])
+    rows = {row["path"]: row for row in lines if isinstance(row, dict)}  # of one that came twice the last
+    found = [rows[own.name] for own in inputs if own.name in rows]
+    left_out = {row["path"]: row["unreadable"] for row in found if "unreadable" in row}
+    if len(left_out) == len(found):
+        raise OSError(f"none of {len(found)} images can be read; the first: {next(iter(left_out.values()))}")
+    return [row for row in found if "unreadable" not in row], left_out
 
 
 # ---- looking --------------------------------------------------------------------------------------------------------

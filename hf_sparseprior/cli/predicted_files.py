@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.files import whole_file, whole_folder
+from hf_sparseprior.cli.predicted_pictures import MASKS, colours, draw_legend
 from hf_sparseprior.cli.predictors import Predictor
 
 ENDINGS: dict[str, tuple[str, ...]] = {
@@ -23,7 +24,6 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "objects": (".json",),
 }
 ARRAYS = "arrays.f32"
-MASKS = "masks"
 GROUP = 256  # rows of features in a group of a parquet file
 
 
@@ -125,8 +125,6 @@ def _write_coco(predictor: Predictor, rows: Sequence[dict[str, Any]], path: Path
 
 
 def _write_masks(predictor: Predictor, rows: Sequence[dict[str, Any]], out: Path, partial: Path) -> None:
-    from hf_sparseprior.cli.predicted_pictures import colours, draw_legend
-
     with whole_folder(out) as scratch:
         for row in rows:
             place = scratch / row["mask"]

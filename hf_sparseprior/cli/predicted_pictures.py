@@ -13,9 +13,9 @@ import numpy as np
 
 from hf_sparseprior.base.files import whole_file
 from hf_sparseprior.cli.inputs import Input, Reader
-from hf_sparseprior.cli.predicted_files import MASKS
 from hf_sparseprior.cli.predictors import Predictor
 
+MASKS = "masks"  # folder of masks within a partial folder
 EDGE, COLUMNS, EACH = 160, 6, 12  # pixels of an image in a sheet, images in a row, and of each half
 LINE = 14  # pixels of a line of text
 

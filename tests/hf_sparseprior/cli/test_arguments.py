@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from hf_sparseprior.__main__ import COMMANDS, main
 from hf_sparseprior.analysis import explain_time
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.cli import arguments, deployment, runtimes
+from hf_sparseprior.cli import arguments, deployment, predict, predictors, runtimes
 from hf_sparseprior.cli.doctor import REQUIRABLE
 from hf_sparseprior.convert import target_formats
 from tests.hf_sparseprior.small import shipped_families
@@ -61,8 +62,18 @@ def test_what_the_parser_repeats_is_what_the_work_knows():
     assert tuple(explain_time.DTYPES) == arguments.DTYPES
     assert (tuple(runtimes.FORMATS), runtimes.WEIGHTS) == (arguments.FORMATS, arguments.WEIGHTS)
     assert deployment.BACKENDS == arguments.BACKENDS
+    assert (predictors.FEATURES, predict.UNREADABLE) == (arguments.FEATURES, arguments.UNREADABLE)
 
 
 def test_a_command_does_its_work(capsys):
     assert main(["list", "curves"]) == 0
     assert "hilbert" in capsys.readouterr().out
+
+
+def test_the_console_script_is_the_module(monkeypatch):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {arguments.SCRIPT: f"{main.__module__}:{main.__name__}"}
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{arguments.SCRIPT}", "predict"])
+    with pytest.raises(SystemExit) as end:  # before anything else is imported
+        arguments.answer_at_once()
+    assert end.value.code == 2
