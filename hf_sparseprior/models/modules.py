@@ -267,20 +267,24 @@ class Block(nn.Module):
             raise ValueError(f"prior: {in_mlp[0]['name']!r} is of places in one image, and grid={grid!r} is a clip's")
         rest = [extra for extra in resolved["extras"] if extra not in in_mlp]
         attention_prior = ResolvedPrior(**{**resolved, "extras": rest})
-        self.norm1 = nn.LayerNorm(check_size("dim", dim, 1, "width"), eps=LAYER_NORM_EPS)
+        hidden = int(check_size("dim", dim, 1, "width") * check_finite("mlp_ratio", mlp_ratio, zero=False))
+        hidden = check_size(f"mlp_ratio={mlp_ratio!r}: width", hidden, 1, "width")
+        scale = None if init_values is None else check_finite("init_values", init_values)
+        rate = check_within("drop_path", drop_path, 0, 1, "a probability from 0 to 1")
+        # In timm's order, which is that of parameters in an optimizer.
+        self.norm1 = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.attn = Attention(
             *(dim, num_heads, sides, attention_prior, num_prefix_tokens, layer, qkv_bias),
             attn_drop=attn_drop,
             proj_drop=proj_drop,
         )
+        self.ls1 = ChannelScale(dim, scale) if scale else nn.Identity()
+        self.drop_path1 = DropPath(rate)
         self.norm2 = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
-        hidden = int(dim * check_finite("mlp_ratio", mlp_ratio, zero=False))
-        self.mlp = MLP(dim, check_size(f"mlp_ratio={mlp_ratio!r}: width", hidden, 1, "width"), "gelu", True, in_mlp)
+        self.mlp = MLP(dim, hidden, "gelu", True, in_mlp)
         self.mlp_drop = nn.Dropout(proj_drop)
-        scale = None if init_values is None else check_finite("init_values", init_values)
-        self.ls1, self.ls2 = (nn.Identity() if not scale else ChannelScale(dim, scale) for _ in range(2))
-        rate = check_within("drop_path", drop_path, 0, 1, "a probability from 0 to 1")
-        self.drop_path1, self.drop_path2 = DropPath(rate), DropPath(rate)
+        self.ls2 = ChannelScale(dim, scale) if scale else nn.Identity()
+        self.drop_path2 = DropPath(rate)
         self.to(device=device, dtype=dtype)
 
     def forward(
