@@ -37,6 +37,7 @@ from hf_sparseprior.models.modeling_sparseprior_vit import (
     SparsePriorViTForImageClassification,
     SparsePriorViTModel,
 )
+from hf_sparseprior.models.modules import Attention, Block
 from hf_sparseprior.patterns import curves, sequences, supports
 from hf_sparseprior.patterns.curves import register_clip_curve, register_curve
 from hf_sparseprior.patterns.decay import Decay, register_decay
@@ -72,6 +73,8 @@ from hf_sparseprior.models.modeling_sparseprior_iformer import (
 )
 
 __all__ = [
+    "Attention",
+    "Block",
     "Decay",
     "Family",
     "LoraViolinConfig",

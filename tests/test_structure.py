@@ -176,8 +176,8 @@ def test_files_and_functions_of_the_library_are_short(name):
 MOST_PARAMETERS = 8
 # The signatures of calls of everything at once; and those of the kernels, which saved models call.
 MANY_PARAMETERS = {
-    "hf_sparseprior.attention.functional.attention",
-    "hf_sparseprior.cli.deployment.export",
+    *("hf_sparseprior.attention.functional.attention", "hf_sparseprior.cli.deployment.export"),
+    *("hf_sparseprior.models.modules.Attention.__init__", "hf_sparseprior.models.modules.Block.__init__"),
     "hf_sparseprior.cli.predict.predict",
 }
 

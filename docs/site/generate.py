@@ -159,6 +159,12 @@ What `import hf_sparseprior as sp` gives.
 
 {functions}
 
+## Modules
+
+::: hf_sparseprior.models.modules.Attention
+
+::: hf_sparseprior.models.modules.Block
+
 ## Attention
 
 ::: hf_sparseprior.attention.functional.attention
