@@ -137,7 +137,7 @@ def __getattr__(name: str) -> _Any:
     if name == "export":
         return _importlib.import_module("hf_sparseprior.cli.deployment").export
     if name == "predict":
-        return _importlib.import_module("hf_sparseprior.cli.predict").predict
+        return _importlib.import_module("hf_sparseprior.prediction.predict").predict
     # These need peft, which is imported only when they are used.
     if name not in ("LoraViolinConfig", "ViolinAdapterConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

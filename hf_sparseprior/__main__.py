@@ -50,7 +50,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from hf_sparseprior.cli.predict import predict
+    from hf_sparseprior.prediction.predict import predict
 
     options = {name: value for name, value in vars(arguments).items() if name != "command"}
     for line in predict(options.pop("model"), options.pop("images"), options.pop("out"), **options):

@@ -240,7 +240,7 @@ TASKS = (
     ),
     Mutation(
         "feature maps keep the layout of tokens in memory",
-        "tasks/common/mm/backbone.py::MMBackbone.forward",
+        "hf_sparseprior/mm/backbone.py::MMBackbone.forward",
         *("drop_call", "contiguous", "mm/test_backbone.py"),
     ),
 )

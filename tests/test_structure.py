@@ -14,7 +14,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 # The rooms of the library from the ground up. A room imports those before it and no other, within functions too.
 ROOMS = (
     *("kernels", "base", "patterns", "attention", "priors", "saving", "models", "adapters", "cli"),
-    *("convert", "training", "compression", "analysis"),
+    *("convert", "training", "compression", "analysis", "mm", "prediction"),
 )
 # The kernels are imported where they may be missing, and where it is asked whether they are.
 KNOW_KERNELS = {
@@ -178,7 +178,7 @@ MOST_PARAMETERS = 8
 MANY_PARAMETERS = {
     *("hf_sparseprior.attention.functional.attention", "hf_sparseprior.cli.deployment.export"),
     *("hf_sparseprior.models.modules.Attention.__init__", "hf_sparseprior.models.modules.Block.__init__"),
-    "hf_sparseprior.cli.predict.predict",
+    "hf_sparseprior.prediction.predict.predict",
 }
 
 

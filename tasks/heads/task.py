@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from hf_sparseprior.base.json_files import read_json_object
+from hf_sparseprior.mm.init_cfg import load_weights
 from hf_sparseprior.models import heads
 from hf_sparseprior.models.pretrained import weights_sha256
 from hf_sparseprior.saving.card import model_index
@@ -23,7 +24,6 @@ from tasks.common.command import tell_passed_over
 from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler
 from tasks.common.hf_run import Prepared as PreparedRun
-from tasks.common.mm.init_cfg import load_weights
 from tasks.common.models import about_model, alike_across_priors
 from tasks.heads.baseline import constant_objects
 from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import sync
-from tasks.common.mm.backbone import save_backbone
+from hf_sparseprior.mm.backbone import save_backbone
+from hf_sparseprior.mm.loading import DATASET_META
 from tasks.common.mm.config import as_json, for_frameworks
-from tasks.common.mm.loading import DATASET_META
 
 BACKBONE, CONFIG, WEIGHTS = "backbone", "config.py", "model.safetensors"
 

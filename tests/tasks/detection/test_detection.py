@@ -26,6 +26,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from hf_sparseprior import SparsePriorViTForImageClassification
+from hf_sparseprior.mm.loading import read_checkpoint
 from hf_sparseprior.patterns.supports import head_offsets
 from tasks.common.coco import annotation_damage, packed_pixels
 from tasks.common.coco_baseline import fit_constant, overlaps
@@ -33,7 +34,6 @@ from tasks.common.command import tell_passed_over
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.hooks import all_passed_over
-from tasks.common.mm.loading import read_checkpoint
 from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run

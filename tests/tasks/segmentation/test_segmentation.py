@@ -31,9 +31,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.mm.loading import read_checkpoint
 from tasks.common.mm.config import fill_classes, for_frameworks, load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
-from tasks.common.mm.loading import read_checkpoint
 from tasks.common.mm.reading import read_image
 from tasks.common.mm.runner import QuietRunner, build_runner
 from tasks.common.mm.saving import fill_model

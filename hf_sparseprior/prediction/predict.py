@@ -25,10 +25,10 @@ from torch import Tensor
 from hf_sparseprior.base.files import check_new, whole_file
 from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.cli.image_files import TooDeep
-from hf_sparseprior.cli.inputs import Input, Reader, find_inputs
-from hf_sparseprior.cli.predicted_files import ENDINGS, write_rows
-from hf_sparseprior.cli.predicted_pictures import draw_mask, draw_objects, draw_sheet
-from hf_sparseprior.cli.predictors import Predictor, load_predictor, masks, objects
+from hf_sparseprior.prediction.files import ENDINGS, write_rows
+from hf_sparseprior.prediction.inputs import Input, Reader, find_inputs
+from hf_sparseprior.prediction.pictures import draw_mask, draw_objects, draw_sheet
+from hf_sparseprior.prediction.predictors import Predictor, load_predictor, masks, objects
 
 MOST = {"cpu": 16, "cuda": 64}  # images at once by default
 FREE = 0.5  # share of the free memory that a batch may take

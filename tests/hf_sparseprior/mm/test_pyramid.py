@@ -7,8 +7,8 @@ pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc
 
 from mmcv.ops import roi_align
 
-from tasks.common.mm.backbone import SparsePriorViT
-from tasks.common.mm.pyramid import SimpleFeaturePyramid
+from hf_sparseprior.mm.backbone import SparsePriorViT
+from hf_sparseprior.mm.pyramid import SimpleFeaturePyramid
 
 SMALL = {
     "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

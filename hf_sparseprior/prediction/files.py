@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.files import whole_file, whole_folder
-from hf_sparseprior.cli.predicted_pictures import MASKS, colours, draw_legend
-from hf_sparseprior.cli.predictors import Predictor
+from hf_sparseprior.prediction.pictures import MASKS, colours, draw_legend
+from hf_sparseprior.prediction.predictors import Predictor
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "classes": (".csv", ".jsonl", ".parquet"),

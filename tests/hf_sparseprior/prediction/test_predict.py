@@ -17,9 +17,9 @@ import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.cli import inputs, predictors
-from hf_sparseprior.cli import predict as module
 from hf_sparseprior.models import heads
+from hf_sparseprior.prediction import inputs, predictors
+from hf_sparseprior.prediction import predict as module
 from hf_sparseprior.saving.processor import PROCESSOR
 from tasks.heads import kinds
 from tests.hf_sparseprior.models import head_cases

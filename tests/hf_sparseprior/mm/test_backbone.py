@@ -21,8 +21,7 @@ from hf_sparseprior import (
     SparsePriorViTModel,
 )
 from hf_sparseprior.base.config_keys import config_keys
-from hf_sparseprior.models.pretrained import load_changed_model
-from tasks.common.mm.backbone import (
+from hf_sparseprior.mm.backbone import (
     MM_KEYS,
     MMBackbone,
     SparsePriorConvit,
@@ -34,6 +33,7 @@ from tasks.common.mm.backbone import (
     register_backbones,
     save_backbone,
 )
+from hf_sparseprior.models.pretrained import load_changed_model
 from tests.each import each
 from tests.hf_sparseprior import small
 from tests.hf_sparseprior.toys import TwoStageConfig, TwoStageForImageClassification, TwoStageModel, registered_family

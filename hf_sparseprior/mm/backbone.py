@@ -16,11 +16,11 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.config_keys import check_key, config_keys
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, for_every_family, is_backbone_weight
+from hf_sparseprior.mm.init_cfg import check_family, draw_weights, foreign_fields, is_ours, load_start, read_init_cfg
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.models.feature_maps import pad_to_patches
 from hf_sparseprior.priors.predictor import Predictor
 from hf_sparseprior.training.distillation import learns_from_scores
-from tasks.common.mm.init_cfg import check_family, draw_weights, foreign_fields, is_ours, load_start, read_init_cfg
 
 # Keys of mm's own transformers, and what does the same here: the first of these names that is a field of the family.
 MM_KEYS: dict[str, str] = {

@@ -12,7 +12,7 @@ pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed", exc
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 
-from tasks.common.mm.layer_decay import LayerDecay
+from hf_sparseprior.mm.layer_decay import LayerDecay
 from tests.each import each
 from tests.hf_sparseprior import small
 

@@ -11,7 +11,7 @@ from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import CheckpointLoader, _load_checkpoint
 from safetensors.torch import save_file
 
-from tasks.common.mm.loading import read_checkpoint, refuse_pickles
+from hf_sparseprior.mm.loading import read_checkpoint, refuse_pickles
 
 
 class Attack:

@@ -20,7 +20,7 @@ from hf_sparseprior import (
     SparsePriorViTModel,
 )
 from hf_sparseprior.convert import convert_checkpoint
-from tasks.common.mm.backbone import SparsePriorConvit, SparsePriorIformer, SparsePriorSwin, SparsePriorViT
+from hf_sparseprior.mm.backbone import SparsePriorConvit, SparsePriorIformer, SparsePriorSwin, SparsePriorViT
 from tests.each import each
 from tests.hf_sparseprior import small
 from tests.timm_oracle import import_timm

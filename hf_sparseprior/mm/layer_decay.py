@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from hf_sparseprior.base.checks import check_within
+from hf_sparseprior.mm.backbone import MMBackbone
 from hf_sparseprior.training.layer_decay import layer_depths
-from tasks.common.mm.backbone import MMBackbone
 
 CONSTRUCTORS = ("LearningRateDecayOptimizerConstructor", "LayerDecayOptimizerConstructor")
 SETTINGS = ("num_layers", "decay_rate", "decay_type")

@@ -195,7 +195,7 @@ def check_alike(source: Any, model: Any, checkpoint: Any, unsaid: Collection[str
 
 def load_file_weights(model: Any, start: Start) -> None:
     """`load_start` of a file: .pth and the like, which are never unpickled, or safetensors."""
-    from tasks.common.mm.loading import read_checkpoint as read_file
+    from hf_sparseprior.mm.loading import read_checkpoint as read_file
 
     file = str(start.checkpoint)
     if not Path(file).is_file():

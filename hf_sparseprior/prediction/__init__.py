@@ -1,0 +1,1 @@
+"""What models see in images: `sparseprior predict`."""
