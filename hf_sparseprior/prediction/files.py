@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_sparseprior.base.files import whole_file, whole_folder
 from hf_sparseprior.prediction.pictures import MASKS, colours, draw_legend
-from hf_sparseprior.prediction.predictors import Predictor
+from hf_sparseprior.prediction.predictor import Predictor
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "classes": (".csv", ".jsonl", ".parquet"),
@@ -114,7 +114,8 @@ def _write_coco(predictor: Predictor, rows: Sequence[dict[str, Any]], path: Path
             annotations.append(
                 {
                     **{"id": len(annotations) + 1, "image_id": number, "category_id": own["category"]},
-                    **{"bbox": box, "score": own["score"], "area": round(box[2] * box[3], 2), "iscrowd": 0},
+                    **{"bbox": box, "score": own["score"], "area": own.get("area", round(box[2] * box[3], 2))},
+                    **{"iscrowd": 0, **({"segmentation": own["segmentation"]} if "segmentation" in own else {})},
                 }
             )
     labels = predictor.labels or []

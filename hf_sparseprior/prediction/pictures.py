@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_sparseprior.base.files import whole_file
 from hf_sparseprior.prediction.inputs import Input, Reader
-from hf_sparseprior.prediction.predictors import Predictor
+from hf_sparseprior.prediction.predictor import Predictor
 
 MASKS = "masks"  # folder of masks within a partial folder
 EDGE, COLUMNS, EACH = 160, 6, 12  # pixels of an image in a sheet, images in a row, and of each half

@@ -28,7 +28,8 @@ from hf_sparseprior.cli.image_files import TooDeep
 from hf_sparseprior.prediction.files import ENDINGS, write_rows
 from hf_sparseprior.prediction.inputs import Input, Reader, find_inputs
 from hf_sparseprior.prediction.pictures import draw_mask, draw_objects, draw_sheet
-from hf_sparseprior.prediction.predictors import Predictor, load_predictor, masks, objects
+from hf_sparseprior.prediction.predictor import Predictor
+from hf_sparseprior.prediction.predictors import load_predictor
 
 MOST = {"cpu": 16, "cuda": 64}  # images at once by default
 FREE = 0.5  # share of the free memory that a batch may take
@@ -324,27 +325,24 @@ def _found(
     predictor: Predictor, images: Sequence[tuple[Input, Any]], options: Options, folder: Path
 ) -> list[dict[str, Any]]:
     """Rows of a batch."""
-    outputs = predictor.call(predictor.prepare([image for _, image in images]))
-    names = [own.name for own, _ in images]
+    names, pictures = [own.name for own, _ in images], [image for _, image in images]
+    if predictor.kind == "pixels":
+        return [
+            draw_mask(predictor, own, image, mask, folder, options.overlay)
+            for (own, image), mask in zip(images, predictor.masks(pictures), strict=True)
+        ]
+    if predictor.kind == "objects":
+        return [
+            draw_objects(predictor, own, image, one, options.overlay)
+            for (own, image), one in zip(images, predictor.objects(pictures, options.threshold), strict=True)
+        ]
+    outputs = predictor.found(pictures)
     if predictor.kind == "features":
         return [{"path": name, "array": value.numpy()} for name, value in zip(names, outputs["features"], strict=True)]
     if predictor.kind == "numbers":
         return [{"path": name, "values": value.tolist()} for name, value in zip(names, outputs["logits"], strict=True)]
-    if predictor.kind == "classes":
-        rows = classes(outputs["logits"], predictor, options.top)
-        return [{"path": name, **row} for name, row in zip(names, rows, strict=True)]
-    sizes = [(image.height, image.width) for _, image in images]
-    if predictor.kind == "pixels":
-        found = masks(predictor, outputs, sizes)
-        return [
-            draw_mask(predictor, own, image, mask, folder, options.overlay)
-            for (own, image), mask in zip(images, found, strict=True)
-        ]
-    boxes = objects(predictor, outputs, sizes, options.threshold)
-    return [
-        draw_objects(predictor, own, image, one, options.overlay)
-        for (own, image), one in zip(images, boxes, strict=True)
-    ]
+    rows = classes(outputs["logits"], predictor, options.top)
+    return [{"path": name, **row} for name, row in zip(names, rows, strict=True)]
 
 
 def classes(logits: Tensor, predictor: Predictor, top: int) -> list[dict[str, Any]]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,38 +23,12 @@ from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.packages import DEPLOYMENT
 from hf_sparseprior.cli.runtimes import FORMATS
+from hf_sparseprior.prediction import mm_models
+from hf_sparseprior.prediction.predictor import Kind, Predictor
 from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
 
-Kind = Literal["classes", "numbers", "pixels", "objects", "features"]
 FEATURES = ("pooled", "patches")
-
-
-@dataclass
-class Predictor:
-    """A model with what it needs to look at images.
-
-    title: for messages. digest: of its weights. kind: what it finds. labels: names of classes; None if they have none.
-    call: from pixels (B, C, height, width) to tensors by name. processor: of transformers. one_class: whether an image
-    has one class; with several each has a probability of its own. per_image: bytes that a call needs for an image,
-    about.
-    """
-
-    title: str
-    digest: str
-    kind: Kind
-    labels: list[str] | None
-    call: Callable[[Tensor], dict[str, Tensor]]
-    processor: Any
-    num_channels: int
-    one_class: bool = True
-    per_image: int = 0
-
-    def prepare(self, images: Sequence[Any]) -> Tensor:
-        """Pillow's images as the model takes them, float32 (B, C, height, width)."""
-        mode = "RGB" if self.num_channels == 3 else "L"
-        given = self.processor([image.convert(mode) for image in images], return_tensors="np")
-        return torch.as_tensor(np.asarray(given["pixel_values"], dtype=np.float32))
 
 
 def load_predictor(
@@ -84,6 +55,10 @@ def load_predictor(
             if features is not None:
                 raise ValueError(f"features={features!r} needs a model, and {folder} holds an exported file")
             return _of_file(folder, device)
+        if (own := mm_models.model_folder(folder)) is not None:
+            if features is not None:
+                raise ValueError(f"features={features!r} is not for models of mm; {own}/backbone is saved by itself")
+            return mm_models.load(own, device)
         home, loaded = exported_source(folder)
         if processor is None and os.path.lexists(home / PROCESSOR):
             processor = home
@@ -287,45 +262,3 @@ def _patches(exported: Exportable, pixels: Tensor) -> Tensor:
     down, across = patch_projection(model).stride
     count = (pixels.shape[-2] // down) * (pixels.shape[-1] // across)
     return states[:, -count:] if states.shape[1] >= count else states
-
-
-# ---- what heads find ------------------------------------------------------------------------------------------------
-
-
-def masks(predictor: Predictor, outputs: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """The class of each pixel of images of sizes (height, width): uint16, one array an image."""
-    process = getattr(predictor.processor, "post_process_semantic_segmentation", None)
-    if process is not None:
-        found = process(SimpleNamespace(**outputs), target_sizes=list(sizes))
-        return [one.numpy().astype(np.uint16) for one in found]
-    logits = outputs["logits"]
-    resize = nn.functional.interpolate
-    return [
-        resize(logits[place, None], size=size, mode="bilinear", align_corners=False)[0]
-        .argmax(0)
-        .numpy()
-        .astype("uint16")
-        for place, size in enumerate(sizes)
-    ]
-
-
-def objects(
-    predictor: Predictor, outputs: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]], threshold: float
-) -> list[list[dict[str, Any]]]:
-    """Of each image its objects: category (number), score, bbox (left, top, width, height) in pixels."""
-    process = getattr(predictor.processor, "post_process_object_detection", None)
-    if process is None:
-        raise ValueError(f"{predictor.title}: its image processor cannot turn outputs into boxes")
-    found = process(SimpleNamespace(**outputs), threshold=threshold, target_sizes=list(sizes))
-    return [
-        [
-            {"category": int(label), "score": float(score), "bbox": _corner_and_sides(box.tolist())}
-            for score, label, box in zip(one["scores"], one["labels"], one["boxes"], strict=True)
-        ]
-        for one in found
-    ]
-
-
-def _corner_and_sides(box: Sequence[float]) -> list[float]:
-    left, top, right, bottom = box
-    return [round(value, 2) for value in (left, top, right - left, bottom - top)]

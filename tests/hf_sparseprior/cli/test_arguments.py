@@ -9,9 +9,10 @@ import pytest
 from hf_sparseprior.__main__ import COMMANDS, main
 from hf_sparseprior.analysis import explain_time
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.cli import arguments, deployment, predict, predictors, runtimes
+from hf_sparseprior.cli import arguments, deployment, runtimes
 from hf_sparseprior.cli.doctor import REQUIRABLE
 from hf_sparseprior.convert import target_formats
+from hf_sparseprior.prediction import predict, predictors
 from tests.hf_sparseprior.small import shipped_families
 from tests.processes import ROOT
 
