@@ -1,13 +1,13 @@
 """What pyproject.toml cannot say: a wheel has the CPU kernels compiled, one library for each kind of processor.
 
-Without a compiler, or elsewhere than on Linux on x86-64, or with SPARSEPRIOR_WHEEL=pure, the wheel has none and fits
-every machine, which compiles them at first use.
+Without a compiler, or elsewhere than on Linux on x86-64 and 64-bit ARM, or with SPARSEPRIOR_WHEEL=pure, the wheel has
+none and fits every machine, which compiles them at first use. A wheel for the other processor is made by a compiler for
+it: CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64.
 """
 
 import importlib.util
 import os
-import platform
-import sys
+import sysconfig
 import warnings
 from pathlib import Path
 
@@ -34,8 +34,9 @@ def why_pure():
     if chosen == "pure":
         return "SPARSEPRIOR_WHEEL=pure"
     reason = None
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        reason = f"on {sys.platform} {platform.machine()} kernels are compiled at first use"
+    system, _, machine = sysconfig.get_platform().partition("-")
+    if system != "linux" or machine not in kernels_build().MACHINES:
+        reason = f"on {system} {machine} kernels are compiled at first use"
     elif kernels_build().find_compiler() is None:
         reason = "there is no C++ compiler"
     if reason and chosen == "compiled":
@@ -57,7 +58,7 @@ class Build(build_py):
         build = kernels_build()
         folder = Path(self.build_lib) / "hf_sparseprior" / "kernels" / build.PREBUILT.name
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (_, flags) in build.VARIANTS.items():
+        for name, (_, flags) in build.MACHINES[sysconfig.get_platform().partition("-")[2]].items():
             print(f"compiling the CPU kernels for {name}")
             for host in (build.TORCH, build.ONNXRUNTIME):
                 library = folder / build.prebuilt_file(name, host)

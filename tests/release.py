@@ -12,6 +12,8 @@ wheel: wheel and sdist are built; the wheel asks for no newer system than its na
 programs: exported files with the operators give what their models gave in ONNX Runtime 1.17.3 and in the newest one,
     two sessions at once, too; a package of AOTInductor does so from C++.
 route: the five commands of docs/export.md from photos to a server, whose answer comes.
+arm: the kernels' arithmetic, compiled for 64-bit ARM and run in an emulator, gives what it gives here, and a wheel for
+    that processor is built (Debian: g++-aarch64-linux-gnu, qemu-user-static).
 kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
 sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
 minimum: the wheel loads with the lowest versions of torch, transformers and peft that pyproject.toml allows, and the
@@ -32,6 +34,7 @@ import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -345,6 +348,58 @@ def programs() -> None:
         remove(python)
 
 
+TO_ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64-static")
+
+
+def arm() -> None:
+    """The kernels' arithmetic on 64-bit ARM, in an emulator, gives what it gives here; and a wheel for it is built."""
+    from tests.hf_sparseprior.cli.test_deployment import make as make_model
+    from tests.hf_sparseprior.kernels import replay
+
+    if missing := [name for name in TO_ARM if shutil.which(name) is None]:
+        raise OSError(
+            f"{' and '.join(missing)} must be installed: apt-get install g++-aarch64-linux-gnu qemu-user-static"
+        )
+    compiler, emulator = TO_ARM
+    folder = new_folder("arm")
+    sizes = {"patch_size": 8, "hidden_size": 40, "num_attention_heads": 4, "num_hidden_layers": 2}
+    calls = replay.record(lambda prior, side: make_model("sparseprior_vit", prior=prior, image_size=side, **sizes))
+    replay.write_calls(calls, folder / "calls")
+    ((name, (_, flags)),) = build.MACHINES["aarch64"].items()
+    program = replay.compile_replay([compiler], folder, [*flags, "-static"])
+    run([emulator, program, folder / "calls", folder / "outputs"])
+    found = replay.differences(calls, folder / "outputs")
+    assert max(found.values()) < 1e-5, found
+    say(f"{len(calls)} calls on 64-bit ARM ({name}) are off by at most {max(found.values()):.1e}")
+    variables = {
+        **os.environ,
+        "CXX": compiler,
+        "_PYTHON_HOST_PLATFORM": "linux-aarch64",
+        "SPARSEPRIOR_WHEEL": "compiled",
+    }
+    clone = folder / "clone"
+    run(["git", "clone", "--quiet", ROOT, clone])
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        folder,
+    ]
+    run([*words, clone], env=variables)
+    (wheel,) = folder.glob("*-py3-none-linux_aarch64.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        libraries = [file for file in opened.namelist() if file.endswith(".so")]
+        assert len(libraries) == 2, libraries
+        for file in libraries:
+            assert struct.unpack_from("<H", opened.read(file), 18) == (183,), file  # ELF's number of the machine
+    say(f"{wheel.name}: {', '.join(libraries)}")
+
+
 def route() -> None:
     """From photos to a server by the commands of docs/export.md."""
     from tests.route import run_route
@@ -458,6 +513,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "sdist": sdist,
         "programs": programs,
         "route": route,
+        "arm": arm,
         "kernels": kernels,
         "minimum": minimum,
         "newest": newest,

@@ -12,7 +12,6 @@ setup.py runs this file alone, without torch.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -56,11 +55,15 @@ PREBUILT = FOLDER / "prebuilt"  # in a wheel
 # Of a wheel's libraries, the best first: what /proc/cpuinfo has to name, and the compiler's flags.
 V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-VARIANTS = {
-    "avx512_bf16": (V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
-    "avx512": (V4, ("-march=x86-64-v4",)),
-    "avx2": (V3, ("-march=x86-64-v3",)),
+MACHINES: dict[str, dict[str, tuple[frozenset[str], tuple[str, ...]]]] = {
+    "x86_64": {
+        "avx512_bf16": (V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+        "avx512": (V4, ("-march=x86-64-v4",)),
+        "avx2": (V3, ("-march=x86-64-v3",)),
+    },
+    "aarch64": {"neon": (frozenset({"asimd"}), ("-march=armv8-a",))},
 }
+VARIANTS = MACHINES.get(platform.machine(), {})
 CHOICES = ("0", "compiled", *VARIANTS)  # of SPARSEPRIOR_KERNELS
 
 # A small call of each operator.
@@ -340,6 +343,8 @@ def build(compiler: Sequence[str], library: Path, host: Host = TORCH) -> None:
     Raises:
         RuntimeError: with the compiler's first error.
     """
+    import fcntl  # which Windows has not, where nothing is built
+
     _secure(library.parent.parent)
     _secure(library.parent)
     with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
