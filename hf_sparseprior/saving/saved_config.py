@@ -24,6 +24,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from hf_sparseprior.base.checks import check_within
 from hf_sparseprior.base.config_keys import PASSED_BY_TRANSFORMERS, check_common_value, shortened
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.base.limits import check_limit, check_size
@@ -83,6 +84,7 @@ def check_index(folder: str | os.PathLike) -> None:
 
 def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
     """Raise ValueError for a field of a config.json with which no model can be built."""
+    check_format("the model", content.get(FORMAT_KEY), MODEL_FORMAT)
     model_type = content.get("model_type")
     if own_class is not None and model_type == own_class.model_type and model_type not in CONFIG_MAPPING:
         return
@@ -117,6 +119,7 @@ def check_stock_fields(content: Mapping[str, Any], config_class: Any) -> None:
 
 def check_record(content: Mapping[str, Any]) -> None:
     """Raise ValueError for a bad record of the prior with which a stock model was saved, or of its loader."""
+    check_format("the model", content.get(FORMAT_KEY), MODEL_FORMAT)
     if PRIOR_RECORD in content:
         record = content[PRIOR_RECORD]
         if not isinstance(record, dict) or set(record) != {"prior"}:
