@@ -12,7 +12,6 @@ setup.py runs this file alone, without torch.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -167,8 +166,6 @@ def _load() -> str | None:
         return "SPARSEPRIOR_KERNELS=0"
     if choice is not None and choice not in CHOICES:
         return f"SPARSEPRIOR_KERNELS={choice!r} must be one of {', '.join(CHOICES)}"
-    if sys.platform not in ("linux", "darwin"):
-        return f"it is not built on {sys.platform}"
     try:
         library = prebuilt_library(choice)
         try:
@@ -226,8 +223,10 @@ def compiled_library(host: Host = TORCH) -> Path:
     """The library that is compiled on this machine, compiled now if it is not there.
 
     Raises:
-        RuntimeError: if there is no compiler, or it fails.
+        RuntimeError: on other systems than Linux and macOS, if there is no compiler, or if it fails.
     """
+    if sys.platform not in ("linux", "darwin"):
+        raise RuntimeError(f"they are not built on {sys.platform}")
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError(
@@ -340,6 +339,8 @@ def build(compiler: Sequence[str], library: Path, host: Host = TORCH) -> None:
     Raises:
         RuntimeError: with the compiler's first error.
     """
+    import fcntl  # which Windows does not have, where nothing is built
+
     _secure(library.parent.parent)
     _secure(library.parent)
     with open(library.with_suffix(".lock"), "w", encoding="utf-8") as lock:
