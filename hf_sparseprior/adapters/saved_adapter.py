@@ -75,7 +75,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 def check_fields(written: Mapping[str, Any]) -> None:
     """Raise ValueError for a key of an adapter_config.json that its method does not have, and for a bad value."""
-    check_format("the adapter", written.get(FORMAT_KEY), ADAPTER_FORMAT)
+    check_format("the adapter", written.get(FORMAT_KEY, 1), ADAPTER_FORMAT)
     methods = import_peft().mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     method = written.get("peft_type")
     names = [str(getattr(name, "value", name)) for name in methods]

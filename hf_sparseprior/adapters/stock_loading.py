@@ -267,7 +267,7 @@ def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] 
     except OSError:
         return None  # the loading of the model has a better message for what is missing
     try:
-        check_format("the model", content.get(FORMAT_KEY), MODEL_FORMAT)
+        check_format("the model", content.get(FORMAT_KEY, 1), MODEL_FORMAT)
     except ValueError as error:
         raise ValueError(f"{config_file(source)}: {error}") from None
     return content.get(RECORD)

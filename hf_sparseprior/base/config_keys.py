@@ -142,7 +142,7 @@ class CheckedFields:
 
     def __post_init__(self, **kwargs: Any) -> None:
         cls = type(self)
-        check_format(MODEL, kwargs.pop(FORMAT_KEY, None), MODEL_FORMAT)
+        check_format(MODEL, kwargs.pop(FORMAT_KEY, 1), MODEL_FORMAT)
         for key, value in kwargs.items():
             check_common_value(key, value)
             if key not in config_keys(cast(Any, cls)) and hasattr(cls, key):
@@ -206,7 +206,7 @@ class CheckedFields:
     def _from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if not isinstance(config_dict, dict):
             raise ValueError(f"a config must be an object of fields, not {shortened(config_dict)}")
-        check_format(MODEL, config_dict.get(FORMAT_KEY), MODEL_FORMAT)
+        check_format(MODEL, config_dict.get(FORMAT_KEY, 1), MODEL_FORMAT)
         for key in kwargs:
             warn_if_near(cls, key)
         config_dict, num_labels = dict(config_dict), kwargs.get("num_labels")

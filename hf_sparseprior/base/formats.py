@@ -6,7 +6,9 @@ from typing import Any
 
 from hf_sparseprior.base.version import __version__
 
-FORMAT_KEY = "sparse_prior_format"  # in config.json, adapter_config.json and deployment.json; missing in older files
+FORMAT_KEY = (
+    "sparse_prior_format"  # in config.json, adapter_config.json and deployment.json; missing in older files of format 1
+)
 # Raised when files are written that earlier versions would read wrongly. Files with lower numbers are read for ever.
 MODEL_FORMAT = 1  # of a saved model: config.json of our families, or of a stock model with a prior, and the weights
 ADAPTER_FORMAT = 1  # of an adapter with a decay
@@ -18,15 +20,13 @@ def check_format(what: str, number: Any, newest: int, key: str = FORMAT_KEY) -> 
 
     Args:
         what: the file is, for the message.
-        number: of its format; None for files of versions that wrote no number.
+        number: of its format; 1 for files that have none.
         newest: that this version reads.
         key: under which the file has its number.
 
     Raises:
         ValueError: for a newer number, and for what is no number of a format.
     """
-    if number is None:
-        return
     if type(number) is not int or number < 1:
         raise ValueError(f"{key}={number!r:.80} must be an integer of 1 or more")
     if number > newest:

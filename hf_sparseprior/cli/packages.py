@@ -110,14 +110,14 @@ def run_package(folder: str | os.PathLike, images: Sequence[Path] = ()) -> Itera
     folder = folder.parent if folder.is_file() else folder
     about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
     try:
-        check_format("the exported file", about.get(FORMAT_KEY), EXPORT_FORMAT)
-        needed = about.get("kernels") or {"operators": None}
-        check_format("the set of operators", needed["operators"], onnx_operators.VERSION, "kernels.operators")
+        check_format("the exported file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)
+        if (needed := about.get("kernels")) is not None:
+            check_format("the set of operators", needed["operators"], onnx_operators.VERSION, "kernels.operators")
     except ValueError as error:
         raise ValueError(f"{folder / DEPLOYMENT}: {error}") from None
     if about.get("format") != "aoti" or about.get("file") != FILE:
         raise OSError(f"{folder} holds a file for {about.get('format')!r}, and run-package runs those of 'aoti'")
-    if about.get("kernels") is not None:
+    if needed is not None:
         torch_library()
     call = load_package(folder / FILE, torch.get_num_threads())
     shape = about["input"]["shape"][1:]

@@ -60,7 +60,7 @@ def recorded_prior(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dic
             raise ValueError(f"config.json lacks {RECORD!r}, and the weights are of a model with a prior")
         return None
     try:
-        check_format("the model", settings.get(FORMAT_KEY), MODEL_FORMAT)
+        check_format("the model", settings.get(FORMAT_KEY, 1), MODEL_FORMAT)
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from None
     record = settings[RECORD]
