@@ -122,3 +122,23 @@ def test_it_runs_without_what_windows_lacks():
     """Modules, functions and signals alone: torch and transformers are those of this system."""
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_PILLOW = """
+import sys
+sys.modules["PIL"] = None  # as if it were not installed
+import torch, hf_sparseprior as sp
+sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=2)
+model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin", **sizes)).eval()
+images = torch.randn(2, 3, 8, 8)
+model.save_pretrained(sys.argv[1])
+again = sp.SparsePriorViTModel.from_pretrained(sys.argv[1])
+assert torch.equal(model(images).last_hidden_state, again(images).last_hidden_state)
+"""
+
+
+def test_it_runs_without_pillow(tmp_path):
+    """Which the package does not ask for."""
+    command = [sys.executable, "-c", WITHOUT_PILLOW, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
