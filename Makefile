@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay in one process, which trains what they share once; tests/conftest.py puts the longest files first.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check test docs pictures lint sanitize mutations conformance release-check install video heads dense robotics benchmark clean
+.PHONY: demo check quick test docs pictures lint sanitize mutations conformance release-check install video heads dense robotics benchmark clean
 .PHONY: smoke-images smoke-segmentation smoke-detection smoke-video smoke-robots
 
 # It needs the extra `classification` alone: 1.4 GB on disk with the CPU build of torch, where `make check` has 2.7 GB. It
@@ -21,6 +21,10 @@ demo: $(VENV)/demo
 # whose extra is missing are skipped.
 check: lint
 	$(PYTEST) -m "not slow" --sample=3
+
+# One case of each quick test of what models are made of: two minutes on two cores.
+quick: install
+	$(PYTEST) -m "not slow" --sample=1 $(addprefix tests/hf_sparseprior/,patterns priors base attention kernels saving models adapters)
 
 # The kernels are compiled and the code is checked while pip, which uses one core, installs what the tasks need.
 test: $(VENV)/packages

@@ -42,6 +42,18 @@ def test_the_examples_make_a_support_a_decay_and_a_backend(registries, tmp_path)
     assert len(examples) == 3
 
 
+def test_the_example_of_a_support_and_its_test_run(registries, tmp_path):
+    """docs/how-to/own-support.md has the support, CONTRIBUTING.md its test."""
+    SUPPORTS.pop("cross", None)  # by tests.pasted
+    pages = (ROOT / "docs" / "how-to" / "own-support.md", ROOT / ".github" / "CONTRIBUTING.md")
+    support, test = (re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0] for page in pages)
+    (tmp_path / "support.py").write_text(support)
+    exec(compile(support, str(tmp_path / "support.py"), "exec"), {"__name__": "support"})
+    names = {"supports": sp.supports}
+    exec(test, names)
+    names["test_cross_sees_its_row_and_column"]()
+
+
 def test_the_examples_on_models_of_timm_run(tmp_path, monkeypatch):
     import_timm()
     monkeypatch.chdir(tmp_path)

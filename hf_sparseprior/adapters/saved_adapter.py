@@ -21,6 +21,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 from hf_sparseprior.adapters.lora import import_peft
 from hf_sparseprior.base.checks import check_finite, check_integer, check_within
 from hf_sparseprior.base.config_keys import shortened
+from hf_sparseprior.base.formats import ADAPTER_FORMAT, FORMAT_KEY, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.base.limits import check_limit
@@ -74,6 +75,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 def check_fields(written: Mapping[str, Any]) -> None:
     """Raise ValueError for a key of an adapter_config.json that its method does not have, and for a bad value."""
+    check_format("the adapter", written.get(FORMAT_KEY, 1), ADAPTER_FORMAT)
     methods = import_peft().mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     method = written.get("peft_type")
     names = [str(getattr(name, "value", name)) for name in methods]

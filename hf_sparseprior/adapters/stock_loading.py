@@ -42,6 +42,7 @@ from hf_sparseprior.adapters.stock_attention import (
 )
 from hf_sparseprior.adapters.stock_saving import LOADER, SCALARS_FILE, scalars_of
 from hf_sparseprior.base.config_keys import config_file
+from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.loading import check_layers, load_pretrained
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
@@ -198,8 +199,8 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
             config._attn_implementation = IMPLEMENTATION
         raise
     for config in _configs(model):
-        for name in (RECORD, "quantization_config"):
-            if hasattr(config, name) and (name == RECORD or _is_ours(config.quantization_config)):
+        for name in (RECORD, FORMAT_KEY, "quantization_config"):
+            if hasattr(config, name) and (name != "quantization_config" or _is_ours(config.quantization_config)):
                 delattr(config, name)
 
 
@@ -262,9 +263,14 @@ def _record_of(model: PreTrainedModel) -> dict[str, Any]:
 def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] | None:
     """What config.json says about a saved model's prior; None without a prior, and for a folder of an adapter."""
     try:
-        return PreTrainedConfig.get_config_dict(source, **location)[0].get(RECORD)
+        content = PreTrainedConfig.get_config_dict(source, **location)[0]
     except OSError:
         return None  # the loading of the model has a better message for what is missing
+    try:
+        check_format("the model", content.get(FORMAT_KEY, 1), MODEL_FORMAT)
+    except ValueError as error:
+        raise ValueError(f"{config_file(source)}: {error}") from None
+    return content.get(RECORD)
 
 
 def _is_ours(quantization_config: Any) -> bool:

@@ -1,7 +1,8 @@
 """Saving stock models with a prior.
 
-config.json                the stock model's, with the prior (`sparse_prior`), our attention (`attn_implementation`) and
-                           the loader that puts the prior back (`quantization_config`, see `stock_loading`)
+config.json                the stock model's, with the prior (`sparse_prior`), the number of this format
+                           (`sparse_prior_format`), our attention (`attn_implementation`) and the loader that puts
+                           the prior back (`quantization_config`, see `stock_loading`)
 model.safetensors          the stock weights, the prior's scalars under their names in the model, for a Trainer that
                            goes on from here, and a marker in each layer that a load without the prior reports
 sparse_prior.safetensors   the prior's learned scalars, under names that do not depend on the head; a load reads these
@@ -35,6 +36,7 @@ from hf_sparseprior.adapters.stock_attention import (
     stock_priors,
 )
 from hf_sparseprior.base.files import write_bytes
+from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT
 from hf_sparseprior.saving.card import add_requirement
 from hf_sparseprior.saving.saved_config import PRIOR_LOADER
 
@@ -185,7 +187,11 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     configs = {id(config): config for config in (model.config, stock_priors(model)[0].config)}
     added: list[tuple[Any, str]] = []
     for config in configs.values():
-        fields: dict[str, Any] = {RECORD: {"prior": applied_prior(model).prior}, "attn_implementation": IMPLEMENTATION}
+        fields: dict[str, Any] = {
+            RECORD: {"prior": applied_prior(model).prior},
+            FORMAT_KEY: MODEL_FORMAT,
+            "attn_implementation": IMPLEMENTATION,
+        }
         if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load
             fields["quantization_config"] = {"quant_method": LOADER}
         for name, value in fields.items():

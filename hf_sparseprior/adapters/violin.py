@@ -36,6 +36,7 @@ from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach, own_prior
 from hf_sparseprior.adapters.stock_attention import APPLIED, Applied, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
+from hf_sparseprior.base.formats import ADAPTER_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.resolved import ResolvedDecay, Time, with_decay
 from hf_sparseprior.models.base_config import BaseConfig
@@ -75,6 +76,7 @@ BASE_HELP = (
     "Written when the adapter is made: the support of its model and the names of its extras. A model with others is "
     "refused; None takes every model."
 )
+FORMAT_HELP = "Number of the format of the saved adapter, not to be given. A newer one is refused."
 
 
 @dataclass
@@ -88,10 +90,12 @@ class _DecayFields:
     decay_layers: list[int] | None = field(default=None, metadata={"help": LAYERS_HELP})
     decay_heads: list[int] | None = field(default=None, metadata={"help": HEADS_HELP})
     base_prior: dict[str, Any] | None = field(default=None, metadata={"help": BASE_HELP})
+    sparse_prior_format: int = field(default=ADAPTER_FORMAT, metadata={"help": FORMAT_HELP})
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
         self.peft_type = self.adapter_type
+        check_format("the adapter", self.sparse_prior_format, ADAPTER_FORMAT)
         self.decay = _resolve_adapter_decay(self.decay)
         if self.time is not None:
             check_time(self.time)
@@ -127,6 +131,7 @@ class ViolinAdapterConfig(_DecayFields, PeftConfig):
         decay_layers: numbers of the layers that get it; None for all.
         decay_heads: the heads of each layer of the model, written when the adapter is made; not to be given.
         base_prior: the support and the extras of the model, written when the adapter is made; not to be given.
+        sparse_prior_format: the number of the format of the saved adapter; not to be given.
         modules_to_save: further modules that are trained and saved whole.
 
     Raises:
@@ -147,7 +152,7 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
     """Config of LoRA, or DoRA, with a learned decay in the same adapter, for one file and one name.
 
     Args:
-        decay, time, decay_layers, decay_heads, base_prior: as in `ViolinAdapterConfig`.
+        decay, time, decay_layers, decay_heads, base_prior, sparse_prior_format: as in `ViolinAdapterConfig`.
         The other fields are those of peft's `LoraConfig`.
     """
 

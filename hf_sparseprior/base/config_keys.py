@@ -18,6 +18,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.utils import CONFIG_NAME
 
+from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.limits import check_size
 
@@ -60,6 +61,8 @@ PASSED_BY_TRANSFORMERS = frozenset(
         *("stage_names", "out_features", "out_indices", "return_unused_kwargs"),
     }
 )
+
+MODEL = "the model"  # in messages about the format of saved files
 
 
 @functools.cache
@@ -139,6 +142,7 @@ class CheckedFields:
 
     def __post_init__(self, **kwargs: Any) -> None:
         cls = type(self)
+        check_format(MODEL, kwargs.pop(FORMAT_KEY, 1), MODEL_FORMAT)
         for key, value in kwargs.items():
             check_common_value(key, value)
             if key not in config_keys(cast(Any, cls)) and hasattr(cls, key):
@@ -154,6 +158,10 @@ class CheckedFields:
         if not torch.compiler.is_compiling():
             check_common_value(key, value)
         super().__setattr__(key, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, with the number of the format of saved models."""
+        return {**super().to_dict(), FORMAT_KEY: MODEL_FORMAT}  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +206,7 @@ class CheckedFields:
     def _from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if not isinstance(config_dict, dict):
             raise ValueError(f"a config must be an object of fields, not {shortened(config_dict)}")
+        check_format(MODEL, config_dict.get(FORMAT_KEY, 1), MODEL_FORMAT)
         for key in kwargs:
             warn_if_near(cls, key)
         config_dict, num_labels = dict(config_dict), kwargs.get("num_labels")

@@ -25,6 +25,7 @@ from transformers import BaseImageProcessor
 from hf_sparseprior.attention.plain_operations import Plain, plain_operations
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
+from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.version import __version__
 from hf_sparseprior.cli import onnx_operators
@@ -479,6 +480,7 @@ def differences(exported: Exportable, call: Call, batches: Sequence[int] = BATCH
 def description(exported: Exportable, format_: Format, traced: Traced) -> dict[str, Any]:
     """deployment.json, without what is measured."""
     return {
+        FORMAT_KEY: EXPORT_FORMAT,
         "format": next(name for name, known in FORMATS.items() if known is format_),
         "file": format_.file,
         "model": type(exported.model).__name__,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.cli import onnx_operators
 from hf_sparseprior.cli.labelled_images import prepared
@@ -103,16 +104,20 @@ def run_package(folder: str | os.PathLike, images: Sequence[Path] = ()) -> Itera
 
     Raises:
         OSError: for a folder that has none, and what `load_package` refuses.
-        ValueError: for operators of another version, and a bad processor or image.
+        ValueError: for a newer format or newer operators, and a bad processor or image.
     """
     folder = Path(folder)
     folder = folder.parent if folder.is_file() else folder
     about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
+    try:
+        check_format("the exported file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)
+        if (needed := about.get("kernels")) is not None:
+            check_format("the set of operators", needed["operators"], onnx_operators.VERSION, "kernels.operators")
+    except ValueError as error:
+        raise ValueError(f"{folder / DEPLOYMENT}: {error}") from None
     if about.get("format") != "aoti" or about.get("file") != FILE:
         raise OSError(f"{folder} holds a file for {about.get('format')!r}, and run-package runs those of 'aoti'")
-    if (needed := about.get("kernels")) is not None:
-        if needed["operators"] != onnx_operators.VERSION:
-            raise ValueError(f"{folder}: operators={needed['operators']!r} must be {onnx_operators.VERSION}")
+    if needed is not None:
         torch_library()
     call = load_package(folder / FILE, torch.get_num_threads())
     shape = about["input"]["shape"][1:]

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, RECORD
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.loading import check_whole
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.priors.prior import is_prior_weight
@@ -58,6 +59,10 @@ def recorded_prior(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dic
         if any(is_of_stock_prior(key) for key in state):
             raise ValueError(f"config.json lacks {RECORD!r}, and the weights are of a model with a prior")
         return None
+    try:
+        check_format("the model", settings.get(FORMAT_KEY, 1), MODEL_FORMAT)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from None
     record = settings[RECORD]
     if not isinstance(record, dict) or not isinstance(record.get("prior"), dict):
         raise ValueError(f"config.json: {RECORD}={record!r} must be like {{'prior': {{...}}}}")

@@ -170,8 +170,6 @@ def _load() -> str | None:
         return "SPARSEPRIOR_KERNELS=0"
     if choice is not None and choice not in CHOICES:
         return f"SPARSEPRIOR_KERNELS={choice!r} must be one of {', '.join(CHOICES)}"
-    if sys.platform not in ("linux", "darwin"):
-        return f"it is not built on {sys.platform}"
     try:
         library = prebuilt_library(choice)
         try:
@@ -229,8 +227,10 @@ def compiled_library(host: Host = TORCH) -> Path:
     """The library that is compiled on this machine, compiled now if it is not there.
 
     Raises:
-        RuntimeError: if there is no compiler, or it fails.
+        RuntimeError: on other systems than Linux and macOS, if there is no compiler, or if it fails.
     """
+    if sys.platform not in ("linux", "darwin"):
+        raise RuntimeError(f"they are not built on {sys.platform}")
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError(
@@ -343,7 +343,7 @@ def build(compiler: Sequence[str], library: Path, host: Host = TORCH) -> None:
     Raises:
         RuntimeError: with the compiler's first error.
     """
-    import fcntl  # which Windows has not, where nothing is built
+    import fcntl  # which Windows does not have, where nothing is built
 
     _secure(library.parent.parent)
     _secure(library.parent)

@@ -118,7 +118,25 @@ def _source(name: str) -> str:
 
 def _bound_names(source: str, name: str) -> set[str]:
     symbols = symtable.symtable(source, name, "exec").get_symbols()
-    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    known = {s.get_name() for s in symbols if s.is_imported() or s.is_namespace()}
+    assigned = {s.get_name() for s in symbols if s.is_assigned()}
+    # From Python 3.12 on the variables of comprehensions are among these.
+    tree = ast.parse(source)
+    loops = [node.target for node in ast.walk(tree) if isinstance(node, ast.comprehension)]
+    parts = {id(part) for loop in loops for part in ast.walk(loop)}
+    variables = {part.id for loop in loops for part in ast.walk(loop) if isinstance(part, ast.Name)}
+    stored = {node.id for node in _at_top(tree) if isinstance(node, ast.Name) and id(node) not in parts}
+    return known | (assigned - (variables - stored))
+
+
+def _at_top(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a module outside its functions and classes, without names that are only read."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Store):
+            yield node
+        yield from _at_top(node)
 
 
 def _imported_module(node: ast.ImportFrom, importing: str) -> str:

@@ -24,6 +24,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from hf_sparseprior.base.checks import check_within
 from hf_sparseprior.base.config_keys import PASSED_BY_TRANSFORMERS, check_common_value, shortened
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.base.json_types import fits, hint_name
 from hf_sparseprior.base.limits import check_limit, check_size
@@ -83,6 +84,7 @@ def check_index(folder: str | os.PathLike) -> None:
 
 def check_content(content: Mapping[str, Any], own_class: Any = None) -> None:
     """Raise ValueError for a field of a config.json with which no model can be built."""
+    check_format("the model", content.get(FORMAT_KEY, 1), MODEL_FORMAT)
     model_type = content.get("model_type")
     if own_class is not None and model_type == own_class.model_type and model_type not in CONFIG_MAPPING:
         return
@@ -117,6 +119,7 @@ def check_stock_fields(content: Mapping[str, Any], config_class: Any) -> None:
 
 def check_record(content: Mapping[str, Any]) -> None:
     """Raise ValueError for a bad record of the prior with which a stock model was saved, or of its loader."""
+    check_format("the model", content.get(FORMAT_KEY, 1), MODEL_FORMAT)
     if PRIOR_RECORD in content:
         record = content[PRIOR_RECORD]
         if not isinstance(record, dict) or set(record) != {"prior"}:
@@ -193,7 +196,7 @@ def _check_encoder(content: Mapping[str, Any], config_class: Any) -> None:
     known = {*hints, *config_class.attribute_map}
     for key, value in content.items():
         if key not in known:
-            _check_name(key, {*known, *PASSED_BY_TRANSFORMERS, PRIOR_RECORD} - set(content))
+            _check_name(key, {*known, *PASSED_BY_TRANSFORMERS, PRIOR_RECORD, FORMAT_KEY} - set(content))
         elif key in hints and not fits(value, hints[key], integers_are_floats=False):  # as transformers
             raise ValueError(f"{key}={shortened(value)} must be {hint_name(hints[key])}")
         _check_range(key, value)
@@ -202,7 +205,7 @@ def _check_encoder(content: Mapping[str, Any], config_class: Any) -> None:
 
 
 def _check_name(key: str, absent: set[str]) -> None:
-    if key.startswith("_") or key in (PRIOR_RECORD, *PASSED_BY_TRANSFORMERS):
+    if key.startswith("_") or key in (PRIOR_RECORD, FORMAT_KEY, *PASSED_BY_TRANSFORMERS):
         return
     if near := difflib.get_close_matches(key, absent, n=1, cutoff=0.85):
         raise ValueError(f"{key!r} is no field of it; did you mean {near[0]!r}?")

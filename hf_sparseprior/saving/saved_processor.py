@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers
 from transformers import AutoImageProcessor
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, is_vision_available
 
 from hf_sparseprior.base.checks import check_boolean, check_integer, check_within
 from hf_sparseprior.base.config_keys import shortened
@@ -68,7 +68,7 @@ def load_image_processor(folder: str | os.PathLike) -> Any:
 
 def register_image_processor(family: Family) -> None:
     """Let `AutoImageProcessor` know our class, which saved models of one channel name."""
-    if family.takes == "images":
+    if family.takes == "images" and is_vision_available():  # without Pillow there are no image processors
         classes = dict.fromkeys(("pil", "torchvision"), SparsePriorImageProcessor)
         AutoImageProcessor.register(family.config_class, image_processor_classes=classes, exist_ok=True)
 

@@ -88,3 +88,57 @@ attention(*torch.randn(3, 1, 2, 16, 4), support="fibottention")
 """
     done = run_script(script, folder=tmp_path, package=True, environment={"SPARSEPRIOR_LOG": "debug"})
     assert done.stdout == "" and "hf_sparseprior.ops: layer 0: " in done.stderr
+
+
+WITHOUT = """
+import os, signal, sys, tempfile
+import torch
+from transformers import PreTrainedModel
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+for name in ("fork", "getuid", "killpg", "sched_getaffinity", "setsid", "O_NONBLOCK", "O_CLOEXEC"):
+    delattr(os, name)
+for name in ("SIGALRM", "SIGHUP", "SIGKILL", "SIGUSR1"):
+    delattr(signal, name)
+import hf_sparseprior as sp
+from hf_sparseprior.kernels import build
+sys.platform = "win32"
+sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=2)
+config = sp.SparsePriorViTConfig(prior="fibottention+violin", **sizes)
+model, images = sp.SparsePriorViTModel(config).eval(), torch.randn(2, 3, 8, 8)
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)
+    again = sp.SparsePriorViTModel.from_pretrained(folder)
+assert torch.equal(model(images).last_hidden_state, again(images).last_hidden_state)
+assert build.load() == "they are not built on win32", build.load()
+try:
+    sp.onnx_library()
+except RuntimeError as error:
+    assert str(error) == "no operators for ONNX Runtime: they are not built on win32", error
+"""
+
+
+def test_it_runs_without_what_windows_lacks():
+    """Modules, functions and signals alone: torch and transformers are those of this system."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_PILLOW = """
+import sys
+sys.modules["PIL"] = None  # as if it were not installed
+import torch, hf_sparseprior as sp
+sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=2)
+model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin", **sizes)).eval()
+images = torch.randn(2, 3, 8, 8)
+model.save_pretrained(sys.argv[1])
+again = sp.SparsePriorViTModel.from_pretrained(sys.argv[1])
+assert torch.equal(model(images).last_hidden_state, again(images).last_hidden_state)
+"""
+
+
+def test_it_runs_without_pillow(tmp_path):
+    """Which the package does not ask for."""
+    command = [sys.executable, "-c", WITHOUT_PILLOW, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

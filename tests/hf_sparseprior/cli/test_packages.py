@@ -100,7 +100,7 @@ def test_what_is_no_package_is_refused_in_a_line(package, tmp_path, capsys):
         other.writestr("data.pkl", b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
     assert "is no package of AOTInductor: it has no compiled model" in refused((tmp_path / "other.zip").read_bytes())
     assert "holds a file for 'onnx', and run-package runs those of 'aoti'" in refused(format="onnx")
-    assert "operators=2 must be 1" in refused(kernels={"operators": 2})
+    assert "kernels.operators=2: the set of operators has format 2" in refused(kernels={"operators": 2})
     assert main(["run-package", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
 

@@ -185,6 +185,25 @@ def test_joined_modules_do_what_they_did(toy, tmp_path):
     assert low.fail.__name__ == "fail" and low.Sum.total.fget.__code__.co_name == "total of low/second.py"
 
 
+def test_variables_of_comprehensions_are_no_names_of_a_module():
+    """Python counts them among the module's from 3.12 on."""
+    source = """
+import os
+A = [b for b in range(3)]
+c = {c: 1 for c in A}
+for d in A:
+    pass
+def f(values):
+    e = 1
+    return [g + e for g in values]
+class K:
+    k = [m for m in A]
+h = {j: i for j, i in enumerate(A)}
+n = lambda o: [p for p in o]
+"""
+    assert code._bound_names(source, "module") == {"os", "A", "c", "d", "f", "K", "h", "n"}
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
