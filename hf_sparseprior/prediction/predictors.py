@@ -16,6 +16,7 @@ from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.token_layout import patch_projection
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import file_sha256, write_text
+from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.cli import onnx_operators
 from hf_sparseprior.cli.deployment import fitted_processor, own_copy, saved_processor, stock_sides
@@ -91,6 +92,10 @@ def _folder(source: str | os.PathLike) -> Path:
 
 def _of_file(folder: Path, device: Any) -> Predictor:
     about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
+    try:
+        check_format("the file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)
+    except ValueError as error:
+        raise ValueError(f"{folder / DEPLOYMENT}: {error}") from None
     format_ = FORMATS.get(str(about.get("format")))
     if format_ is None or about.get("format") == "aoti":
         raise ValueError(

@@ -476,3 +476,10 @@ def test_the_hub_is_asked_for_configs_and_safetensors_alone(tmp_path, monkeypatc
     assert asked == {"someone/model": ["*.json", "*.safetensors"]}
     expect(rows_of(tmp_path / "out.csv"), tmp_path / "model", files)
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "model").num_labels == 3
+
+
+def test_exported_files_of_a_newer_format_are_refused(tmp_path):
+    (tmp_path / "deployment.json").write_text('{"format": "onnx", "sparse_prior_format": 2}')
+    files = photos(tmp_path / "photos", 1)
+    with pytest.raises(ValueError, match=r"deployment\.json: sparse_prior_format=2: the file has format 2"):
+        sp.predict(tmp_path, files, tmp_path / "out.csv")
