@@ -105,7 +105,9 @@ class SparsePriorTrainingArguments(TrainingArguments):
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ValueError(f"early_stopping={patience!r} must be an integer of 1 or more, or null")
         if self.eval_strategy == "no":
-            raise ValueError(f"early_stopping={patience} needs a validation split; eval_strategy=no does not look at one")
+            raise ValueError(
+                f"early_stopping={patience} needs a validation split; eval_strategy=no does not look at one"
+            )
         if not self.load_best_model_at_end:
             raise ValueError(f"early_stopping={patience} needs load_best_model_at_end=true")
 

@@ -4,8 +4,9 @@ OUT/tracking/tensorboard/      event files, for `tensorboard --logdir`
 OUT/tracking/wandb/            an offline run, for `wandb sync`, unless WANDB_MODE says otherwise; wandb.json: its id
 OUT/tracking/mlflow/           a database and pictures, unless MLFLOW_TRACKING_URI says otherwise; mlflow.json: its run
 
-Each gets the configuration, the history as in results.json, the test's metrics and the pictures. A resumed run has every
-step once: what lies in its folder is written anew from the history, and a server gets only what it lacks.
+Each gets the configuration, the history as in results.json, the test's metrics and the pictures. A resumed run has
+every step once: files of TensorBoard and W&B are written anew from the history; MLflow and servers get only what they
+lack.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard.summary import hparams
 
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=0)  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0)
         values = {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in flat(config)}
-        _, start, self._end = hparams(values, {})  # type: ignore[no-untyped-call]
-        self.writer.file_writer.add_summary(start)
+        _, start, self._end = hparams(values, {})
+        self._add_summary(start)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Log metrics of a step."""
@@ -92,8 +93,12 @@ class TensorBoard(Tracker):
     def close(self, done: bool) -> None:
         """Write everything."""
         if done:
-            self.writer.file_writer.add_summary(self._end)
+            self._add_summary(self._end)
         self.writer.close()
+
+    def _add_summary(self, summary: Any) -> None:
+        writer: Any = self.writer.file_writer
+        writer.add_summary(summary)
 
 
 class WandB(Tracker):

@@ -3,7 +3,9 @@
 import copy
 import json
 import os
+import struct
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ CONFIG = {
     },
 }  # fmt: skip
 EPOCH = 4  # steps
+TIMED = ("data_wait", "runtime", "samples_per_second", "steps_per_second")
 
 
 def config_in(folder, **trainer):
@@ -189,30 +192,41 @@ def test_the_environment_is_what_it_was(monkeypatch):
     assert dict(os.environ) == before
 
 
+def wandb_records(file):
+    """The records of a file of W&B: LevelDB's log, whose records are cut where a block of 32 KiB ends."""
+    content, position, parts = file.read_bytes(), 7, []
+    assert content.startswith(b":W&B")
+    while position < len(content):
+        if (left := -position % 2**15) and left < 7:  # no room for a header
+            position += left
+        length, part = struct.unpack_from("<4xHB", content, position)
+        parts.append(content[position + 7 : position + 7 + length])
+        position += 7 + length
+        if part in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
 def read_wandb(folder):
     """(scalars, names of images, configuration) of the only offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     [file] = (folder / "tracking" / "wandb").glob("offline-run-*/*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
     rows, config = [], {}
-    while (data := store.scan_data()) is not None:
-        record = Record.FromString(data)
+    for record in map(Record.FromString, wandb_records(file)):
         if record.HasField("history"):
             items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            rows.append({(item.key, *item.nested_key): json.loads(item.value_json) for item in items})
         if record.HasField("run"):
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
     scalars, images = {}, set()
     for row in rows:
-        step = row.pop("_step")
-        for tag, value in row.items():
-            if isinstance(value, dict):
+        named = {key[0] or key[1]: (value, len(key) > 2) for key, value in row.items()}
+        for tag, (value, is_image) in named.items():
+            if is_image:
                 images.add(tag)
             elif not tag.startswith("_"):
-                scalars.setdefault(tag, []).append((step, value))
+                scalars.setdefault(tag, []).append((named["_step"][0], value))
     return scalars, images, config
 
 
@@ -235,7 +249,8 @@ def read_mlflow(folder):
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_offline_runs_of_others_have_the_same(name, tmp_path, monkeypatch):
     """tests/release.py installs them: its check `trackers`."""
-    pytest.importorskip(name)
+    if find_spec(name) is None:
+        pytest.skip(f"needs {name}")
     for variable in ("WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT"):
         monkeypatch.delenv(variable, raising=False)
     before, hook = dict(os.environ), sys.excepthook
@@ -251,7 +266,10 @@ def test_offline_runs_of_others_have_the_same(name, tmp_path, monkeypatch):
     expected = metrics_of(results)
     assert scalars.keys() == expected.keys()
     for tag, points in expected.items():
-        assert scalars[tag] == pytest.approx(points), tag
+        if tag.endswith(TIMED) and name == "mlflow":  # has those of the steps that were done twice from the first time
+            assert [step for step, _ in scalars[tag]] == [step for step, _ in points]
+            continue
+        np.testing.assert_allclose(scalars[tag], points, rtol=1e-6, err_msg=tag)
     assert images == {"curves", "confusion"}
     assert (settings["model"]["prior"] if name == "wandb" else settings["model.prior"]) == "violin"
 
@@ -297,8 +315,7 @@ BEST = {
 
 
 def learned(results):
-    times = ("data_wait", "validation_runtime", "validation_samples_per_second", "validation_steps_per_second")
-    return [{name: value for name, value in entry.items() if name not in times} for entry in results["history"]]
+    return [{key: value for key, value in entry.items() if not key.endswith(TIMED)} for entry in results["history"]]
 
 
 def test_a_run_stops_where_validation_no_longer_gets_better(given, tmp_path, capsys):
@@ -373,7 +390,9 @@ def test_early_stopping_needs_validation(section, message, tmp_path):
 def test_early_stopping_is_refused_where_training_has_the_validation_images(tmp_path):
     config = stopping(tmp_path / "run")
     config["data"] = {"source": "imagefolder", "path": str(tmp_path / "nowhere"), "stage": "final"}
-    message = r"trainer\.early_stopping=3 needs a validation split, and data\.stage=final has its validation images among"
+    message = (
+        r"trainer\.early_stopping=3 needs a validation split, and data\.stage=final has its validation images among"
+    )
     with pytest.raises(ValueError, match=message):
         training.run(config)
     assert not (tmp_path / "run").exists()
