@@ -6,6 +6,7 @@ extended: of all tests, with what the how-to pages add in every registry, the ro
 conformance: transformers' own tests of models pass for every family, and for ViT with everything that is registered.
 docs: `make docs` warns of nothing.
 notebooks: each runs.
+trackers: offline runs of W&B and MLflow, also resumed ones, have the history, the test and the pictures.
 wheel: wheel and sdist are built; the wheel asks for no newer system than its name says, is installed into an empty
     environment, where no compiler is found, and every library in it that this processor runs gives what `reference`
     gives.
@@ -207,6 +208,19 @@ def notebooks() -> None:
     """The notebooks of the documentation."""
     words = ["tests/test_site.py", "-k", "notebook", "-q", "-p", "no:cacheprovider"]
     subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, check=True)
+
+
+def trackers() -> None:
+    """W&B and MLflow, which `make test` does not install."""
+    python = environment("trackers")
+    install(python, "torch")
+    install(python, *TOOLS, f"{ROOT}[{EXTRAS},tracking]", "wandb", "mlflow", constrained=False)
+    test = ["tests/tasks/common/test_tracking.py", "-k", "offline_runs", "-q", "-p", "no:cacheprovider", "-rs"]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    said = run([python, "-m", "pytest", *test], cwd=ROOT, env=given)
+    assert "2 passed" in said and "skipped" not in said, said[-500:]
+    say(said.strip().splitlines()[-1])
+    remove(python)
 
 
 def too_new(library: bytes) -> list[str]:
@@ -500,6 +514,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "conformance": conformance,
         "docs": docs,
         "notebooks": notebooks,
+        "trackers": trackers,
         "wheel": wheel,
         "sdist": sdist,
         "programs": programs,

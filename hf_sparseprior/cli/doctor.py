@@ -25,6 +25,7 @@ OPTIONAL = {
     "scikit-learn": ("the digits of the demo", "pip install '.[classification]'"),
     "peft": ("LoRA and DoRA", "pip install '.[peft]'"),
     "ray": ("comparisons on a Ray cluster", "pip install '.[ray]'"),
+    "tensorboard": ("trainer.report_to=tensorboard", "pip install '.[tracking]'"),
     "av": ("video", "pip install '.[video]'"),
     "pycocotools": ("objects found by heads of transformers", "make heads"),
     "onedl-mmcv": ("segmentation and detection", "make dense"),

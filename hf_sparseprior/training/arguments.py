@@ -50,7 +50,12 @@ class SparsePriorTrainingArguments(TrainingArguments):
         default=STOP,
         metadata={"help": "At a loss or weights that are not finite: 'stop' before anything is saved, or 'continue'."},
     )
-
+    early_stopping: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations in a row without a better metric_for_best_model; None for never."
+        },
+    )
     effective_batch_size: int | None = field(
         default=None,
         metadata={
@@ -73,6 +78,7 @@ class SparsePriorTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={value!r} must be a number of 0 or more")
         super().__post_init__()
         self._check_steps()
+        self._check_early_stopping()
         if self.effective_batch_size is not None:
             self.per_device_train_batch_size = self._device_share(self.effective_batch_size)
 
@@ -91,6 +97,19 @@ class SparsePriorTrainingArguments(TrainingArguments):
                 f"learning_rate_steps={steps!r} is a schedule of its own; lr_scheduler_type="
                 f"{self.lr_scheduler_type.value} must be constant"
             )
+
+    def _check_early_stopping(self) -> None:
+        patience = self.early_stopping
+        if patience is None:
+            return
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ValueError(f"early_stopping={patience!r} must be an integer of 1 or more, or null")
+        if self.eval_strategy == "no":
+            raise ValueError(
+                f"early_stopping={patience} needs a validation split; eval_strategy=no does not look at one"
+            )
+        if not self.load_best_model_at_end:
+            raise ValueError(f"early_stopping={patience} needs load_best_model_at_end=true")
 
     def _device_share(self, size: Any) -> int:
         """Samples of one device in one micro-batch, if a step has `size` samples."""

@@ -1,4 +1,4 @@
-"""Ends a run that is told to end, without losing anything."""
+"""Ends a run that is told to end, without losing anything, or that no longer gets better."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 
 class StopRequest:
@@ -101,6 +101,24 @@ class StopOnSignal(TrainerCallback):
         if args.save_strategy != "no":  # otherwise what was trained would be lost
             self.stopped = self.request.agreed() or self.stopped
         self.request.release()
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' early stopping, whose count is not lost when a run is resumed.
+
+    transformers restores it only together with its whole control, also with the wish to stop of a run that was
+    interrupted. The count follows from the log.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count what the log has; a run that had come to its end does no more steps."""
+        super().on_train_begin(args, state, control, **kwargs)
+        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        best = state.best_global_step or 0
+        worse = [entry for entry in state.log_history if metric in entry and entry["step"] > best]
+        self.early_stopping_patience_counter = len(worse)
+        if len(worse) >= self.early_stopping_patience:
+            control.should_training_stop = True
 
 
 def _ends_epoch(state: Any) -> bool:

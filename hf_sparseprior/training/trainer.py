@@ -34,7 +34,7 @@ from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.learning import LearningWatch, has_label, learn_behind_frozen
 from hf_sparseprior.training.sampling import DrawSampler
-from hf_sparseprior.training.stopping import StopOnSignal, WorkerStart
+from hf_sparseprior.training.stopping import EarlyStopping, StopOnSignal, WorkerStart
 from hf_sparseprior.training.token_labels import token_label_loss, token_targets
 
 CLOCK_FILE = "clock.json"
@@ -112,6 +112,8 @@ class SparsePriorTrainer(Trainer):
         if has_unlearned_predictor(self.model, distillation):
             self.args.ddp_find_unused_parameters = True
         self._schedule_keep_rate()
+        if (patience := getattr(self.args, "early_stopping", None)) is not None:
+            self.add_callback(EarlyStopping(patience))
         self.add_callback(_StepCallback(self))
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -215,8 +217,10 @@ class SparsePriorTrainer(Trainer):
         super().log(logs, start_time)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """One epoch. With `max_steps`, transformers does one step too many when it resumes from the last checkpoint."""
-        if self.state.global_step >= self.state.max_steps:
+        """One epoch. With `max_steps`, transformers does one step too many when it resumes from the last checkpoint.
+        None after a checkpoint at which early stopping had ended training.
+        """
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)

@@ -151,7 +151,10 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     for key, value in trainer.items():
         if key.endswith("_strategy") and value is False:
             trainer[key] = "no"  # YAML reads a bare no as False
+    from tasks.common.tracking import trackers
+
     _check_numbers(trainer)
+    trackers(trainer.get("report_to"))
     check_text("trainer.output_dir", trainer.get("output_dir"))
     averaged = trainer.get("ema_decay") is not None
     judged = ["accuracy", "loss", *(["ema_accuracy", "ema_loss"] if averaged else [])]

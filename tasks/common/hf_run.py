@@ -5,6 +5,7 @@ OUT/checkpoint-N/              what an interrupted run goes on from
 OUT/model/                     model, image processor and card; model_ema/: with the moving average of the weights;
                                adapter/: what LoRA or DoRA learned, alone
 OUT/curves.png, confusion.png  and more pictures of the task
+OUT/tracking/                  what trackers wrote, if the configuration names some (tasks/common/tracking.py)
 OUT/results.json               written last (tasks/common/results.py)
 """
 
@@ -37,7 +38,7 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import RunStopped, first_line, run_command, tell_data
+from tasks.common.command import RunStopped, run_command, tell_data
 from tasks.common.config import FINAL, Config, load_sections
 from tasks.common.metrics import (
     average_views,
@@ -50,7 +51,7 @@ from tasks.common.models import about_model, merged, save_adapter, trainable_par
 from tasks.common.parsers import train_parser
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.processes import check_joined, join_on_cpu
-from tasks.common.results import Results, print_warnings, read_results, trainer_history
+from tasks.common.results import Results, print_warnings, read_results, trainer_history, validation_name
 from tasks.common.run_folder import (
     ADAPTER,
     AVERAGE,
@@ -61,6 +62,7 @@ from tasks.common.run_folder import (
     last_whole_checkpoint,
     owned,
 )
+from tasks.common.tracking import check_installed, tracked, trackers
 
 # What a run does unless its configuration says otherwise.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -267,6 +269,12 @@ def run(
     out = Path(folder)
     if finished := finished_results(out, config, overwrite, needed=("metrics", "parameters", "data_wait")):
         return finished
+    if config["data"].get("stage") == FINAL and (patience := config["trainer"].get("early_stopping")) is not None:
+        raise ValueError(
+            f"trainer.early_stopping={patience!r} needs a validation split, and data.stage=final has its validation "
+            f"{task.examples} among its training {task.examples}"
+        )
+    check_installed(trackers_named := trackers(config["trainer"].get("report_to")))
     arguments = trainer_arguments(config["trainer"], task.trainer_defaults)
     if config["data"].get("stage") == FINAL and arguments.load_best_model_at_end:
         raise ValueError(
@@ -282,7 +290,10 @@ def run(
         trainer.add_callback(callback)
     # Nothing was written or thrown away up to here, so a bad value leaves the folder as it was.
     newest = partial(last_whole_checkpoint, out, trainer.checkpoint_files())
-    with owned(out, config, newest, overwrite) as checkpoint:
+    with (
+        owned(out, config, newest, overwrite) as checkpoint,
+        tracked(trainer, trackers_named, out, config) as tracking,
+    ):
         if trainer.is_world_process_zero():
             tell_splits(task, prepared, judged=arguments.eval_strategy != "no")
         train(trainer, checkpoint)
@@ -292,6 +303,7 @@ def run(
         save(task, out, trainer, prepared, results)
         if trainer.is_world_process_zero():
             draw(task, out, prepared, results, predicted)
+            tracking.finish(results)
             # This comes last: a run counts as finished only when everything else exists.
             results.write(out / RESULTS)
         trainer.accelerator.wait_for_everyone()
@@ -347,6 +359,7 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
             # passed.
             "process_cpu_seconds": round(time.process_time(), 1),
             "classes": list(prepared.classes),
+            "best_epoch": best_epoch(trainer.state, arguments),
             **counted,
             **prepared.details(),
         },
@@ -390,6 +403,7 @@ def trainer_arguments(
     defaults = {**TRAINER_DEFAULTS, "dataloader_pin_memory": torch.cuda.is_available(), "use_cpu": join_on_cpu()}
     # A copy: transformers writes its own defaults into the dictionaries it is given.
     given = {**defaults, **(task_defaults or {}), **copy.deepcopy(section)}
+    given["report_to"] = "none"  # transformers' trackers log some steps twice in a resumed run
     arguments = _trainer_errors(SparsePriorTrainingArguments, **given)
     check_joined()
     return arguments
@@ -401,10 +415,6 @@ def _trainer_errors(make: Any, **options: Any) -> Any:
         return make(**options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"trainer: {error}") from None
-    except RuntimeError as error:
-        if "to be installed" not in str(error):  # of a program that trainer.report_to names
-            raise
-        raise ImportError(f"trainer: {first_line(error)}") from None
 
 
 def check_schedule(arguments: Any) -> None:
@@ -508,6 +518,36 @@ def validation_metrics(state: Any, best: bool) -> dict[str, float]:
     return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
 
 
+def best_epoch(state: Any, arguments: Any) -> dict[str, Any] | None:
+    """The epoch whose weights are those of the model, chosen on validation; None if nothing was chosen.
+
+    {"epoch": ..., "step": ..., "epochs": of how many, "metric": "validation_accuracy", "value": ...,
+    "stopped_epoch": where `early_stopping` ended training, or null}
+    """
+    if not arguments.load_best_model_at_end or state.best_model_checkpoint is None:
+        return None
+    epochs = {entry["step"]: entry["epoch"] for entry in state.log_history}
+    stopped = arguments.early_stopping is not None and state.global_step < state.max_steps
+    return {
+        "epoch": epochs[state.best_global_step],
+        "step": state.best_global_step,
+        "epochs": state.num_train_epochs if arguments.max_steps > 0 else arguments.num_train_epochs,
+        "metric": validation_name("eval_" + arguments.metric_for_best_model.removeprefix("eval_")),
+        "value": state.best_metric,
+        "stopped_epoch": state.epoch if stopped else None,
+    }
+
+
+def tell_best_epoch(best: Mapping[str, Any] | None) -> str:
+    """A line about what `best_epoch` returns."""
+    if best is None:
+        return "no epoch was chosen on validation: the weights of the last step are saved"
+    metric, value = best["metric"].replace("_", " "), best["value"]
+    number = f"{value:.4f}" if metric.endswith("loss") else f"{100 * value:.2f} %"
+    line = f"best epoch: {best['epoch']:.4g} of {best['epochs']:.4g}, {metric} {number}"
+    return line if best["stopped_epoch"] is None else f"{line}; stopped early after epoch {best['stopped_epoch']:.4g}"
+
+
 def named_metrics(task: HFTask, split: str, counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
     """The task's extra metrics of a split by their names in results.json."""
     return {f"{split}_{name}": value for name, value in task.extra_metrics(counts, classes).items()}
@@ -596,6 +636,8 @@ def print_results(results: dict[str, Any], out: str) -> None:
             print(f"{trained} parameters trained, of which the saved model keeps {results['parameters']}")
         else:
             print(f"{trained} parameters trained of {results['parameters']}")
+    if "best_epoch" in results:  # runs of earlier versions do not say it
+        print(tell_best_epoch(results["best_epoch"]))
     print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
     if results.get("max_decay_change") is not None:
         print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")

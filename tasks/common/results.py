@@ -143,6 +143,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "metrics": _METRICS,
     "config": _MAP,
     "baseline": _MAP,
+    "best_epoch": _MAP,
     "history": ("a list of maps", lambda value: isinstance(value, list) and all(isinstance(e, dict) for e in value)),
     **dict.fromkeys(("parameters", "trainable_parameters", "seed", "steps", "processes", "adapter_bytes"), _COUNT),
     **dict.fromkeys(("seconds", "seconds_per_step", "data_wait", "pruning_ratio", "max_decay_change"), _NUMBER),

@@ -33,6 +33,7 @@ TAKEN = {
     "layer_decay": "nothing: all layers learn at one rate",
     "backbone_learning_rate": "nothing: all parameters learn at one rate",
     "metric_for_best_model": "nothing: the last teacher is kept",
+    "early_stopping": "nothing: the last teacher is kept",
     "label_smoothing_factor": "nothing: there are no labels",
 }
 
