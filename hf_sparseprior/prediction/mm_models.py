@@ -174,6 +174,7 @@ def load(folder: Path, device: Any = None) -> MMPredictor:
         call=call,
         processor=None,
         num_channels=3,
+        device=place.type,
         model=model.to(place).eval(),
         pipeline=pipeline,
         scope=scope,

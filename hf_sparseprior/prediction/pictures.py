@@ -56,7 +56,7 @@ def draw_mask(
         overlay.mkdir(parents=True, exist_ok=True)
         coloured = Image.fromarray(np.array(palette, dtype=np.uint8)[mask])
         Image.blend(image, coloured, 0.5).save(overlay / name)
-    return {"path": own.name, "mask": name}
+    return {"path": own.name, "mask": name, "overlay": name}
 
 
 def draw_objects(
@@ -77,7 +77,8 @@ def draw_objects(
             name = labels[one["category"]] if one["category"] < len(labels) else str(one["category"])
             pen.text((left + 3, top + 1), f"{name} {one['score']:.2f}", fill=colour)
         drawn.save(overlay / mask_name(own))
-    return {"path": own.name, "width": image.width, "height": image.height, "objects": list(found)}
+    about = {"path": own.name, "width": image.width, "height": image.height, "overlay": mask_name(own)}
+    return {**about, "objects": list(found)}
 
 
 def draw_legend(labels: Sequence[str], path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparseprior.base.files import check_new, whole_file
+from hf_sparseprior.base.files import check_new, whole_file, whole_folder
 from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.cli.image_files import TooDeep
 from hf_sparseprior.prediction.files import ENDINGS, write_rows
@@ -46,7 +46,7 @@ class Options:
     threshold: float = 0.5
     unreadable: str = "skip"
     batch: int | None = None
-    overlay: Path | None = None
+    overlay: bool = False
 
     def check(self) -> None:
         """Raise ValueError for a bad value."""
@@ -108,7 +108,7 @@ def predict(
             "fatal" for the first file that cannot be read.
         ValueError: for a bad option, and one that means nothing for this model.
     """
-    options = Options(top, features, threshold, unreadable, batch, None if overlay is None else Path(overlay))
+    options = Options(top, features, threshold, unreadable, batch, overlay is not None)
     options.check()
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r} must be an integer above 0")
@@ -130,6 +130,7 @@ def predict(
             draw_sheet(wanted, {own.name: own for own in inputs}, Reader(predictor.processor), Path(sheet))
             lines.append(f"{sheet}: the images that it is surest and least sure of")
         if overlay is not None:
+            _write_overlay(wanted, partial / OVERLAY, Path(overlay))
             lines.append(f"{overlay}: images with what was found")
     shutil.rmtree(partial, ignore_errors=True)
     head = f"looked at {len(wanted)} images" + (f", {len(done)} of them before" if done else "")
@@ -138,6 +139,12 @@ def predict(
     if left_out:
         _list_unreadable(left_out, out.with_name(f"{out.stem}_unreadable.csv"), lines)
     return [f"{head} with {predictor.title}", *lines]
+
+
+def _write_overlay(rows: Sequence[Mapping[str, Any]], drawn: Path, out: Path) -> None:
+    with whole_folder(out) as scratch:
+        for row in rows:
+            shutil.copyfile(drawn / row["overlay"], scratch / row["overlay"])
 
 
 def _list_unreadable(left_out: Mapping[str, str], path: Path, lines: list[str]) -> None:
@@ -165,16 +172,14 @@ def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any) ->
         raise ValueError(f"sheet={sheet} is for classifiers, and {predictor.title} gives {kind}")
     if sheet is not None and Path(sheet).suffix.lower() != ".png":
         raise ValueError(f"sheet={sheet} must end in .png")
-    if options.overlay is not None and kind not in ("pixels", "objects"):
-        raise ValueError(
-            f"overlay={options.overlay} is for segmentors and detectors, and {predictor.title} gives {kind}"
-        )
+    if options.overlay and kind not in ("pixels", "objects"):
+        raise ValueError(f"overlay is for segmentors and detectors, and {predictor.title} gives {kind}")
 
 
 # ---- going on where it stopped --------------------------------------------------------------------------------------
 
 LOG = "rows.jsonl"
-ARRAYS = "arrays.f32"
+ARRAYS, OVERLAY = "arrays.f32", "overlay"
 
 
 @contextmanager
@@ -190,7 +195,7 @@ def _begun(folder: Path, predictor: Predictor, options: Options) -> Iterator[tup
     folder.mkdir(exist_ok=True)
     path = folder / LOG
     head = {"model": predictor.digest, "kind": predictor.kind, "top": options.top, "features": options.features}
-    head |= {"threshold": options.threshold, "overlay": None if options.overlay is None else str(options.overlay)}
+    head |= {"threshold": options.threshold, "overlay": options.overlay}
     with path.open("a+b") as log:
         _lock(log, folder)
         log.seek(0)
@@ -247,10 +252,10 @@ def _in_order(inputs: Sequence[Input], log: Path) -> tuple[list[dict[str, Any]],
 # ---- looking --------------------------------------------------------------------------------------------------------
 
 
-def batch_size(predictor: Predictor, device: str) -> int:
+def batch_size(predictor: Predictor) -> int:
     """How many images at once fit the free memory, a power of two."""
-    most = MOST["cuda" if device == "cuda" else "cpu"]
-    free = _free_bytes(device)
+    most = MOST["cuda" if predictor.device == "cuda" else "cpu"]
+    free = _free_bytes(predictor.device)
     while most > 1 and free is not None and most * predictor.per_image > FREE * free:
         most //= 2
     return most
@@ -268,7 +273,7 @@ def _free_bytes(device: str) -> int | None:
 
 def _look(predictor: Predictor, inputs: list[Input], options: Options, folder: Path, log: Any, total: int) -> None:
     """Write a row for each input, in batches; the next batch is read meanwhile."""
-    size = options.batch or batch_size(predictor, "cuda" if torch.cuda.is_available() else "cpu")
+    size = options.batch or batch_size(predictor)
     read = Reader(predictor.processor)
     arrays = folder / ARRAYS
     progress = _Progress(total, total - len(inputs))
@@ -325,15 +330,16 @@ def _found(
     predictor: Predictor, images: Sequence[tuple[Input, Any]], options: Options, folder: Path
 ) -> list[dict[str, Any]]:
     """Rows of a batch."""
+    overlay = folder / OVERLAY if options.overlay else None
     names, pictures = [own.name for own, _ in images], [image for _, image in images]
     if predictor.kind == "pixels":
         return [
-            draw_mask(predictor, own, image, mask, folder, options.overlay)
+            draw_mask(predictor, own, image, mask, folder, overlay)
             for (own, image), mask in zip(images, predictor.masks(pictures), strict=True)
         ]
     if predictor.kind == "objects":
         return [
-            draw_objects(predictor, own, image, one, options.overlay)
+            draw_objects(predictor, own, image, one, overlay)
             for (own, image), one in zip(images, predictor.objects(pictures, options.threshold), strict=True)
         ]
     outputs = predictor.found(pictures)

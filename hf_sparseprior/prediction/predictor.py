@@ -21,7 +21,7 @@ class Predictor:
     title: for messages. digest: of its weights. kind: what it finds. labels: names of classes; None if they have none.
     call: from pixels (B, C, height, width) to tensors by name. processor: of transformers. one_class: whether an image
     has one class; with several each has a probability of its own. per_image: bytes that a call needs for an image,
-    about.
+    about. device: where it runs.
     """
 
     title: str
@@ -33,6 +33,7 @@ class Predictor:
     num_channels: int
     one_class: bool = True
     per_image: int = 0
+    device: str = "cpu"
 
     def prepare(self, images: Sequence[Any]) -> Tensor:
         """Pillow's images as the model takes them, float32 (B, C, height, width)."""

@@ -175,6 +175,7 @@ def _of_model(model: Any, processor: Any, features: str | None, device: Any, sou
         num_channels=exported.num_channels,
         one_class=problem != "multi_label_classification",
         per_image=_bytes_per_image(exported),
+        device=place.type,
     )
 
 

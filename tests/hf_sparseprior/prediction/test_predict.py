@@ -436,7 +436,7 @@ def test_a_killed_command_goes_on(tmp_path):
         ({"features": "all"}, "features='all' must be one of pooled, patches"),
         ({"features": "pooled"}, "must be a file that ends in .npz or .parquet"),
         ({"sheet": "sheet.jpg"}, "sheet=sheet.jpg must end in .png"),
-        ({"overlay": "over"}, "overlay=over is for segmentors and detectors"),
+        ({"overlay": "over"}, "overlay is for segmentors and detectors"),
         ({"column": "x"}, "column='x' is for tables"),
         ({"images": "nowhere"}, "nowhere does not exist"),
         ({"images": "model"}, "no image there"),
@@ -483,3 +483,37 @@ def test_exported_files_of_a_newer_format_are_refused(tmp_path):
     files = photos(tmp_path / "photos", 1)
     with pytest.raises(ValueError, match=r"deployment\.json: sparse_prior_format=2: the file has format 2"):
         sp.predict(tmp_path, files, tmp_path / "out.csv")
+
+
+def test_masks_and_overlays_go_on(tmp_path, monkeypatch):
+    with_head("upernet", tmp_path / "model")
+    files = photos(tmp_path / "photos", 3)
+    found, calls = module._found, []
+
+    def stopped(*given):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return found(*given)
+
+    monkeypatch.setattr(module, "_found", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sp.predict(tmp_path / "model", files, tmp_path / "masks", batch=1, overlay=tmp_path / "over")
+    assert not (tmp_path / "masks").exists() and not (tmp_path / "over").exists()
+    sp.predict(tmp_path / "model", files, tmp_path / "masks", overlay=tmp_path / "over")
+    assert len(calls) == 4
+    sp.predict(tmp_path / "model", files, tmp_path / "again", overlay=tmp_path / "once_more", batch=1)
+    for one, other in (("masks", "again"), ("over", "once_more")):
+        names = sorted(path.name for path in (tmp_path / one).iterdir())
+        assert names == sorted(path.name for path in (tmp_path / other).iterdir()) and len(names) >= 3
+        for name in names:
+            assert (tmp_path / one / name).read_bytes() == (tmp_path / other / name).read_bytes()
+
+
+def test_a_batch_fits_the_memory(tmp_path, monkeypatch):
+    classifier(tmp_path / "model")
+    predictor = predictors.load_predictor(tmp_path / "model", device="cpu")
+    assert module.batch_size(predictor) == module.MOST["cpu"]
+    for free, expected in ((8 * predictor.per_image, 4), (1, 1)):
+        monkeypatch.setattr(module, "_free_bytes", lambda device, free=free: free)
+        assert module.batch_size(predictor) == expected
