@@ -490,6 +490,7 @@ def description(exported: Exportable, format_: Format, traced: Traced) -> dict[s
         "image_size": list(exported.sides),
         "outputs": traced.outputs,
         "labels": exported.labels if "logits" in traced.outputs else None,
+        "problem_type": getattr(getattr(exported.model, "config", None), "problem_type", None),
         "attention": traced.attention,
         "versions": format_.versions,
     }

@@ -23,7 +23,7 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "pixels": ("",),
     "objects": (".json",),
 }
-ARRAYS = "arrays.f32"
+ARRAYS = "arrays.f32"  # features, in a partial folder
 GROUP = 256  # rows of features in a group of a parquet file
 
 

@@ -68,7 +68,7 @@ def draw_objects(
     if overlay is not None:
         overlay.mkdir(parents=True, exist_ok=True)
         drawn, labels = image.copy(), predictor.labels or []
-        palette, pen = colours(max(len(labels), 1 + max((one["category"] for one in found), default=0))), None
+        palette = colours(max(len(labels), 1 + max((one["category"] for one in found), default=0)))
         pen = ImageDraw.Draw(drawn)
         for one in reversed(found):
             left, top, width, height = one["bbox"]

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hf_sparseprior.base.files import check_new, whole_file, whole_folder
 from hf_sparseprior.base.json_files import parse_json
-from hf_sparseprior.cli.image_files import TooDeep
-from hf_sparseprior.prediction.files import ENDINGS, write_rows
+from hf_sparseprior.cli.image_files import TooDeep, printable
+from hf_sparseprior.prediction.files import ARRAYS, ENDINGS, write_rows
 from hf_sparseprior.prediction.inputs import Input, Reader, find_inputs
 from hf_sparseprior.prediction.pictures import draw_mask, draw_objects, draw_sheet
 from hf_sparseprior.prediction.predictor import Predictor
@@ -179,7 +179,7 @@ def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any) ->
 # ---- going on where it stopped --------------------------------------------------------------------------------------
 
 LOG = "rows.jsonl"
-ARRAYS, OVERLAY = "arrays.f32", "overlay"
+OVERLAY = "overlay"
 
 
 @contextmanager
@@ -189,8 +189,6 @@ def _begun(folder: Path, predictor: Predictor, options: Options) -> Iterator[tup
     Raises:
         OSError: if another process writes there. ValueError: if it is of another model or other options.
     """
-    from hf_sparseprior.cli.image_files import printable
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     path = folder / LOG
@@ -360,8 +358,8 @@ def classes(logits: Tensor, predictor: Predictor, top: int) -> list[dict[str, An
     best = shares.sort(dim=-1, descending=True, stable=True)
     names = predictor.labels or [str(number) for number in range(logits.shape[-1])]
     return [
-        {"labels": [names[place] for place in order[:top]], "probabilities": [float(value) for value in values[:top]]}
-        for order, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        {"labels": [names[place] for place in order], "probabilities": values}
+        for order, values in zip(best.indices[:, :top].tolist(), best.values[:, :top].tolist(), strict=True)
     ]
 
 

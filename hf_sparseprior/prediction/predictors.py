@@ -55,16 +55,23 @@ def load_predictor(
         if (folder / DEPLOYMENT).is_file():
             if features is not None:
                 raise ValueError(f"features={features!r} needs a model, and {folder} holds an exported file")
+            _refuse_processor(processor, folder)
             return _of_file(folder, device)
         if (own := mm_models.model_folder(folder)) is not None:
             if features is not None:
                 raise ValueError(f"features={features!r} is not for models of mm; {own}/backbone is saved by itself")
+            _refuse_processor(processor, folder)
             return mm_models.load(own, device)
         home, loaded = exported_source(folder)
         if processor is None and os.path.lexists(home / PROCESSOR):
             processor = home
         return _of_model(loaded, processor, features, device, str(folder))
     return _of_model(model, processor, features, device, None)
+
+
+def _refuse_processor(processor: Any, folder: Path) -> None:
+    if processor is not None:
+        raise ValueError(f"processor={processor!r:.80} is for models, and {folder} says how its images are prepared")
 
 
 def _folder(source: str | os.PathLike) -> Path:

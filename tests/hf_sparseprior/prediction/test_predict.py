@@ -517,3 +517,17 @@ def test_a_batch_fits_the_memory(tmp_path, monkeypatch):
     for free, expected in ((8 * predictor.per_image, 4), (1, 1)):
         monkeypatch.setattr(module, "_free_bytes", lambda device, free=free: free)
         assert module.batch_size(predictor) == expected
+
+
+def test_an_exported_file_of_several_labels_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_sparseprior.cli.deployment.latencies", lambda *arguments: ({}, {}, []))
+    classifier(tmp_path / "model", problem_type="multi_label_classification")
+    files = photos(tmp_path / "photos", 2)
+    sp.export(sp.SparsePriorViTForImageClassification.from_pretrained(tmp_path / "model"), tmp_path / "file", "torch")
+    for name in ("model", "file"):
+        sp.predict(tmp_path / name, files, tmp_path / f"{name}.jsonl")
+    for own, other in zip(rows_of(tmp_path / "file.jsonl"), rows_of(tmp_path / "model.jsonl"), strict=True):
+        assert own[:2] == other[:2]
+        np.testing.assert_allclose(own[2], other[2], rtol=1e-4)
+    with pytest.raises(ValueError, match=r"processor='x' is for models, and .*file says how its images are prepared"):
+        sp.predict(tmp_path / "file", files, tmp_path / "out.csv", processor="x")
