@@ -103,12 +103,12 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
         "a new folder of masks of a segmentor"
     )
     parser.add_argument("--out", required=True, help=text)
-    parser.add_argument("--top", type=int, default=5, help="labels of an image (default %(default)s)")
+    parser.add_argument("--top", type=int, help="labels of an image that a classifier gives (default 5)")
     text = "write what the classifier takes, or the last layer's patches, instead of what the model finds"
     parser.add_argument("--features", choices=FEATURES, help=text)
-    parser.add_argument("--threshold", type=float, default=0.5, help="least score of an object (default %(default)s)")
+    parser.add_argument("--threshold", type=float, help="least score of an object of a detector (default 0.5)")
     parser.add_argument("--column", help="of a table's paths (default: path, file, image, filename or file_name)")
-    parser.add_argument("--every", type=int, default=1, help="of a video each so many frames (default: all)")
+    parser.add_argument("--every", type=int, help="of a video each so many frames (default: all)")
     parser.add_argument(
         "--batch", type=int, help="images at once (default: as many as fit the memory, at most 16 or 64)"
     )

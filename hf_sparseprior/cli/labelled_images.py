@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +56,21 @@ def read_image(file: Path, processor: Any, num_channels: int) -> Any:
     """
     if num_channels not in (1, 3):
         raise ValueError(f"--images: image files have 1 or 3 channels, and the model takes {num_channels}")
-    # Models that were trained with depth16=refuse, and those of others, have not seen scaled images.
-    settings = {"exif": getattr(processor, "exif", "apply"), "depth16": getattr(processor, "depth16", "refuse")}
-    return decode_image(file, str(file), **settings).convert("RGB" if num_channels == 3 else "L")
+    return decode_image(file, str(file), **decoding(processor)).convert("RGB" if num_channels == 3 else "L")
 
 
-def prepared(files: Sequence[Path], processor: Any, num_channels: int) -> Tensor:
-    """Images as a model takes them, float32 (B, C, height, width).
+def decoding(processor: Any) -> dict[str, str]:
+    """How image files are decoded for a model, of which its processor has the settings.
 
-    Raises:
-        OSError, ValueError: as `read_image`.
+    Models that were trained with depth16=refuse, and those of others, have not seen scaled images.
     """
-    read = [read_image(file, processor, num_channels) for file in files]
-    return torch.as_tensor(np.asarray(processor(read, return_tensors="np")["pixel_values"], dtype=np.float32))
+    return {"exif": getattr(processor, "exif", "apply"), "depth16": getattr(processor, "depth16", "refuse")}
+
+
+def pixel_values(images: Iterable[Any], processor: Any, num_channels: int) -> Tensor:
+    """Pillow's images as a model takes them, float32 (B, C, height, width)."""
+    given = [image.convert("RGB" if num_channels == 3 else "L") for image in images]
+    return torch.as_tensor(np.asarray(processor(given, return_tensors="np")["pixel_values"], dtype=np.float32))
 
 
 def accuracies(
@@ -81,7 +83,8 @@ def accuracies(
     right = dict.fromkeys(classifiers, 0)
     for first in range(0, len(images), BATCH):
         batch = images[first : first + BATCH]
-        pixels = prepared([file for file, _ in batch], processor, num_channels)
+        read = (read_image(file, processor, num_channels) for file, _ in batch)
+        pixels = pixel_values(read, processor, num_channels)
         labels = np.array([label for _, label in batch])
         for name, classify in classifiers.items():
             right[name] += int((classify(pixels).argmax(-1) == labels).sum())

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.cli import onnx_operators
-from hf_sparseprior.cli.labelled_images import prepared
+from hf_sparseprior.cli.labelled_images import pixel_values, read_image
 from hf_sparseprior.kernels.build import find_compiler
 from hf_sparseprior.kernels.program_libraries import torch_library
 from hf_sparseprior.saving.saved_processor import load_image_processor
@@ -32,6 +32,22 @@ DEPLOYMENT = "deployment.json"  # in the folder of every exported file, what is 
 SOURCES = (".cpp",)  # what a package has besides what runs; with every path of the machine
 TOP = 5  # classes that are printed
 CALLS = 10  # that are timed
+
+
+def read_deployment(folder: Path) -> dict[str, Any]:
+    """What is known of the exported file in a folder.
+
+    Raises:
+        OSError: for a folder that holds none. ValueError: for a newer format, or newer operators, than this version's.
+    """
+    about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
+    try:
+        check_format("the exported file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)
+        if (needed := about.get("kernels")) is not None:
+            check_format("the set of operators", needed["operators"], onnx_operators.VERSION, "kernels.operators")
+    except ValueError as error:
+        raise ValueError(f"{folder / DEPLOYMENT}: {error}") from None
+    return about
 
 
 def write_package(program: torch.export.ExportedProgram, outputs: Sequence[str], folder: Path) -> None:
@@ -108,16 +124,10 @@ def run_package(folder: str | os.PathLike, images: Sequence[Path] = ()) -> Itera
     """
     folder = Path(folder)
     folder = folder.parent if folder.is_file() else folder
-    about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
-    try:
-        check_format("the exported file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)
-        if (needed := about.get("kernels")) is not None:
-            check_format("the set of operators", needed["operators"], onnx_operators.VERSION, "kernels.operators")
-    except ValueError as error:
-        raise ValueError(f"{folder / DEPLOYMENT}: {error}") from None
+    about = read_deployment(folder)
     if about.get("format") != "aoti" or about.get("file") != FILE:
         raise OSError(f"{folder} holds a file for {about.get('format')!r}, and run-package runs those of 'aoti'")
-    if needed is not None:
+    if about.get("kernels") is not None:
         torch_library()
     call = load_package(folder / FILE, torch.get_num_threads())
     shape = about["input"]["shape"][1:]
@@ -126,7 +136,8 @@ def run_package(folder: str | os.PathLike, images: Sequence[Path] = ()) -> Itera
         return
     processor = load_image_processor(folder)
     for image in images:
-        found = dict(zip(about["outputs"], call(prepared([image], processor, shape[0])), strict=True))
+        pixels = pixel_values([read_image(image, processor, shape[0])], processor, shape[0])
+        found = dict(zip(about["outputs"], call(pixels), strict=True))
         yield f"{image}: {_said(found, about.get('labels'))}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
 from hf_sparseprior.cli.image_files import PassedOver, as_text, decode_image, images_below, is_image
+from hf_sparseprior.cli.labelled_images import decoding
 
 TABLES = (".csv", ".tsv", ".parquet")
 LISTS = (".txt", ".lst")
@@ -157,11 +158,7 @@ class Reader:
     """
 
     def __init__(self, processor: Any = None) -> None:
-        # Models that were trained with depth16=refuse, and those of others, have not seen scaled images.
-        self.settings = {
-            "exif": getattr(processor, "exif", "apply"),
-            "depth16": getattr(processor, "depth16", "refuse"),
-        }
+        self.settings = decoding(processor)
         self._video: tuple[str, Iterator[Any], int] | None = None
 
     def __call__(self, wanted: Input) -> Any:

@@ -34,6 +34,7 @@ from hf_sparseprior.prediction.predictors import load_predictor
 MOST = {"cpu": 16, "cuda": 64}  # images at once by default
 FREE = 0.5  # share of the free memory that a batch may take
 UNREADABLE = ("skip", "fatal")
+TOP, THRESHOLD = 5, 0.5  # labels of an image, least score of an object
 SHOWN = 5  # unreadable files that a message names
 
 
@@ -41,20 +42,21 @@ SHOWN = 5  # unreadable files that a message names
 class Options:
     """What rows depend on besides the model, and how they are made; see `predict`."""
 
-    top: int = 5
+    top: int | None = None
     features: str | None = None
-    threshold: float = 0.5
+    threshold: float | None = None
+    every: int | None = None
     unreadable: str = "skip"
     batch: int | None = None
     overlay: bool = False
 
     def check(self) -> None:
         """Raise ValueError for a bad value."""
-        for name in ("top", "batch"):
+        for name in ("top", "every", "batch"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be an integer above 0")
-        if not 0 <= self.threshold <= 1:
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold!r} must be from 0 to 1")
         if self.unreadable not in UNREADABLE:
             raise ValueError(f"unreadable={self.unreadable!r} must be one of {', '.join(UNREADABLE)}")
@@ -65,11 +67,11 @@ def predict(
     images: str | os.PathLike | Sequence[str | os.PathLike],
     out: str | os.PathLike,
     *,
-    top: int = 5,
+    top: int | None = None,
     features: str | None = None,
-    threshold: float = 0.5,
+    threshold: float | None = None,
     column: str | None = None,
-    every: int = 1,
+    every: int | None = None,
     batch: int | None = None,
     device: str | None = None,
     processor: Any = None,
@@ -88,11 +90,11 @@ def predict(
         images: folders, image files, lists (.txt), tables (.csv, .tsv, .parquet) and videos, one or several.
         out: new file: .csv, .jsonl or .parquet of a classifier, .npz or .parquet with `features`, .json of a detector;
             a new folder of a segmentor.
-        top: how many labels of an image, the most probable first.
+        top: how many labels of an image a classifier gives, the most probable first; default 5.
         features: "pooled" (images, dim) or "patches" (images, patches, dim) float32, in place of what a head finds.
-        threshold: least score of an object.
+        threshold: least score of an object that a detector gives; default 0.5.
         column: of a table's paths; default its column path, file, image, filename or file_name.
-        every: of a video each so many frames.
+        every: of a video each so many frames; default all.
         batch: images at once; default as many as fit the memory, at most 16 on a CPU and 64 on a GPU.
         device: default a GPU if there is one.
         processor: an image processor of transformers or a folder that has one; default the model's.
@@ -108,18 +110,18 @@ def predict(
             "fatal" for the first file that cannot be read.
         ValueError: for a bad option, and one that means nothing for this model.
     """
-    options = Options(top, features, threshold, unreadable, batch, overlay is not None)
+    options = Options(top, features, threshold, every, unreadable, batch, overlay is not None)
     options.check()
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r} must be an integer above 0")
     out = Path(out)
     for new in (out, sheet, overlay):
         if new is not None:
             check_new(Path(new))
     given = [images] if isinstance(images, (str, os.PathLike)) else list(images)
-    inputs, passed_over = find_inputs(given, column, every)
+    inputs, passed_over = find_inputs(given, column, every or 1)
+    if every is not None and all(own.frame is None for own in inputs):
+        raise ValueError(f"every={every} is for videos, and there is none")
     predictor = load_predictor(model, processor, features, device)
-    _check_out(predictor, out, options, sheet)
+    _check_out(predictor, out, options, sheet, overlay)
     partial = out.with_name(out.name + ".partial")
     with _begun(partial, predictor, options) as (log, done):
         left = [own for own in inputs if own.name not in done]
@@ -156,7 +158,7 @@ def _list_unreadable(left_out: Mapping[str, str], path: Path, lines: list[str]) 
     lines.append(f"not readable: {len(left_out)}, listed in {path}: {shown}")
 
 
-def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any) -> None:
+def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any, overlay: Any) -> None:
     """Refuse a file of a kind that what the model finds cannot be written to, and options that mean nothing."""
     allowed, kind = ENDINGS[predictor.kind], predictor.kind
     ending = out.suffix.lower()
@@ -168,12 +170,16 @@ def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any) ->
         raise ValueError(f"out={out} must be {known} for {predictor.title}, which gives {kind}{hint}")
     if kind == "features" and options.features is None:
         raise ValueError(f"{predictor.title} has no head: features='pooled' or 'patches' says what to write")
-    if sheet is not None and kind != "classes":
-        raise ValueError(f"sheet={sheet} is for classifiers, and {predictor.title} gives {kind}")
+    for name, value, takers, kinds in (
+        ("top", options.top, "classifiers", ("classes",)),
+        ("sheet", sheet, "classifiers", ("classes",)),
+        ("threshold", options.threshold, "detectors", ("objects",)),
+        ("overlay", overlay, "segmentors and detectors", ("pixels", "objects")),
+    ):
+        if value is not None and kind not in kinds:
+            raise ValueError(f"{name}={value} is for {takers}, and {predictor.title} gives {kind}")
     if sheet is not None and Path(sheet).suffix.lower() != ".png":
         raise ValueError(f"sheet={sheet} must end in .png")
-    if options.overlay and kind not in ("pixels", "objects"):
-        raise ValueError(f"overlay is for segmentors and detectors, and {predictor.title} gives {kind}")
 
 
 # ---- going on where it stopped --------------------------------------------------------------------------------------
@@ -192,8 +198,8 @@ def _begun(folder: Path, predictor: Predictor, options: Options) -> Iterator[tup
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     path = folder / LOG
-    head = {"model": predictor.digest, "kind": predictor.kind, "top": options.top, "features": options.features}
-    head |= {"threshold": options.threshold, "overlay": options.overlay}
+    head = {"model": predictor.digest, "processor": _settings(predictor.processor), "kind": predictor.kind}
+    head |= {name: getattr(options, name) for name in ("top", "features", "threshold", "overlay")}
     with path.open("a+b") as log:
         _lock(log, folder)
         log.seek(0)
@@ -210,6 +216,11 @@ def _begun(folder: Path, predictor: Predictor, options: Options) -> Iterator[tup
         if done:
             print(f"goes on after {len(done)} images in {printable(str(folder))}", file=sys.stderr, flush=True)
         yield log, done
+
+
+def _settings(processor: Any) -> dict[str, Any] | None:
+    """What an image processor of transformers is saved as; None for the pipeline of a run of mm, which is the run's."""
+    return None if processor is None else json.loads(processor.to_json_string())
 
 
 def _lock(log: Any, folder: Path) -> None:
@@ -336,16 +347,17 @@ def _found(
             for (own, image), mask in zip(images, predictor.masks(pictures), strict=True)
         ]
     if predictor.kind == "objects":
+        threshold = THRESHOLD if options.threshold is None else options.threshold
         return [
             draw_objects(predictor, own, image, one, overlay)
-            for (own, image), one in zip(images, predictor.objects(pictures, options.threshold), strict=True)
+            for (own, image), one in zip(images, predictor.objects(pictures, threshold), strict=True)
         ]
     outputs = predictor.found(pictures)
     if predictor.kind == "features":
         return [{"path": name, "array": value.numpy()} for name, value in zip(names, outputs["features"], strict=True)]
     if predictor.kind == "numbers":
         return [{"path": name, "values": value.tolist()} for name, value in zip(names, outputs["logits"], strict=True)]
-    rows = classes(outputs["logits"], predictor, options.top)
+    rows = classes(outputs["logits"], predictor, options.top or TOP)
     return [{"path": name, **row} for name, row in zip(names, rows, strict=True)]
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor, nn
+
+from hf_sparseprior.cli.labelled_images import pixel_values
 
 Kind = Literal["classes", "numbers", "pixels", "objects", "features"]
 
@@ -37,9 +38,7 @@ class Predictor:
 
     def prepare(self, images: Sequence[Any]) -> Tensor:
         """Pillow's images as the model takes them, float32 (B, C, height, width)."""
-        mode = "RGB" if self.num_channels == 3 else "L"
-        given = self.processor([image.convert(mode) for image in images], return_tensors="np")
-        return torch.as_tensor(np.asarray(given["pixel_values"], dtype=np.float32))
+        return pixel_values(images, self.processor, self.num_channels)
 
     def found(self, images: Sequence[Any]) -> dict[str, Tensor]:
         """What a call gives for Pillow's images."""

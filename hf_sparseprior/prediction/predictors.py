@@ -16,13 +16,10 @@ from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.token_layout import patch_projection
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import file_sha256, write_text
-from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY, check_format
-from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
-from hf_sparseprior.cli import onnx_operators
 from hf_sparseprior.cli.deployment import fitted_processor, own_copy, saved_processor, stock_sides
 from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.exportable import Exportable
-from hf_sparseprior.cli.packages import DEPLOYMENT
+from hf_sparseprior.cli.packages import DEPLOYMENT, read_deployment
 from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.prediction import mm_models
 from hf_sparseprior.prediction.predictor import Kind, Predictor
@@ -98,11 +95,7 @@ def _folder(source: str | os.PathLike) -> Path:
 
 
 def _of_file(folder: Path, device: Any) -> Predictor:
-    about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
-    try:
-        check_format("the file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)
-    except ValueError as error:
-        raise ValueError(f"{folder / DEPLOYMENT}: {error}") from None
+    about = read_deployment(folder)
     format_ = FORMATS.get(str(about.get("format")))
     if format_ is None or about.get("format") == "aoti":
         raise ValueError(
@@ -112,9 +105,7 @@ def _of_file(folder: Path, device: Any) -> Predictor:
     if device not in (None, "cpu", torch.device("cpu")):
         raise ValueError(f"device={device!s} must be cpu for an exported file")
     format_.check_packages()
-    if (needed := about.get("kernels")) is not None and needed["operators"] != onnx_operators.VERSION:
-        raise ValueError(f"{folder}: operators={needed['operators']!r} must be {onnx_operators.VERSION}")
-    if needed is not None:
+    if about.get("kernels") is not None:
         assert format_.library is not None
         format_.library()
     file, names = folder / format_.file, about["outputs"]
