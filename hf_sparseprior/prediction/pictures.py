@@ -6,6 +6,7 @@ import colorsys
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +99,47 @@ def draw_legend(labels: Sequence[str], path: Path) -> None:
 
 def draw_sheet(rows: Sequence[Mapping[str, Any]], inputs: Mapping[str, Input], read: Reader, out: Path) -> None:
     """The images whose most probable label has the largest and the smallest probabilities, with both, as PNG."""
-    from PIL import Image, ImageDraw, ImageOps
-
     order = sorted(rows, key=lambda row: -row["probabilities"][0])
+
+    def tile(row: Mapping[str, Any]) -> Tile:
+        text = f"{row['labels'][0]} {100 * row['probabilities'][0]:.1f} %"
+        return Tile(read(inputs[row["path"]]), text, Path(row["path"]).name[-26:])
+
     halves = {"surest": order[:EACH], "least sure": order[::-1][:EACH]}
-    height = sum(LINE + 6 + -(-len(own) // COLUMNS) * (EDGE + 2 * LINE + 6) for own in halves.values())
+    draw_tiles({title: [tile(row) for row in own] for title, own in halves.items()}, out)
+
+
+@dataclass
+class Tile:
+    """An image of Pillow's, and two lines below it."""
+
+    image: Any
+    text: str
+    further: str
+
+    def __post_init__(self) -> None:
+        """Make the image small at once: only tiles stay in memory."""
+        from PIL import ImageOps
+
+        self.image = ImageOps.contain(self.image, (EDGE, EDGE))
+
+
+def draw_tiles(parts: Mapping[str, Sequence[Tile]], out: Path) -> None:
+    """Tiles in rows, below the title of their part, as PNG."""
+    from PIL import Image, ImageDraw
+
+    height = sum(LINE + 6 + -(-len(tiles) // COLUMNS) * (EDGE + 2 * LINE + 6) for tiles in parts.values())
     drawn = Image.new("RGB", (COLUMNS * (EDGE + 6) + 6, height + 6), "white")
     pen, top = ImageDraw.Draw(drawn), 6
-    for title, own in halves.items():
+    for title, tiles in parts.items():
         pen.text((6, top), title, fill="black")
         top += LINE + 6
-        for place, row in enumerate(own):
+        for place, tile in enumerate(tiles):
             left, down = 6 + place % COLUMNS * (EDGE + 6), top + place // COLUMNS * (EDGE + 2 * LINE + 6)
-            image = ImageOps.contain(read(inputs[row["path"]]), (EDGE, EDGE))
+            image = tile.image
             drawn.paste(image, (left + (EDGE - image.width) // 2, down + (EDGE - image.height) // 2))
-            text = f"{row['labels'][0]} {100 * row['probabilities'][0]:.1f} %"
-            pen.text((left, down + EDGE + 1), text[:26], fill="black")
-            pen.text((left, down + EDGE + 1 + LINE), Path(row["path"]).name[-26:], fill="gray")
-        top += -(-len(own) // COLUMNS) * (EDGE + 2 * LINE + 6)
+            pen.text((left, down + EDGE + 1), tile.text[:26], fill="black")
+            pen.text((left, down + EDGE + 1 + LINE), tile.further[:26], fill="gray")
+        top += -(-len(tiles) // COLUMNS) * (EDGE + 2 * LINE + 6)
     with whole_file(out) as scratch:
         drawn.save(scratch)

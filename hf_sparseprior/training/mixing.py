@@ -103,8 +103,8 @@ def own_shares(mix: Mix, size: tuple[int, int], grid: tuple[int, int]) -> Tensor
 
 
 class SoftTargetCollator:
-    """Stacks samples, mixes their images and makes labels (B, num_classes) float32. If nothing is mixed or smoothed,
-    labels stay (B,) class indices.
+    """Stacks samples, mixes their images and makes labels (B, num_classes) float32. If nothing is mixed, smoothed or
+    weighted, labels stay (B,) class indices.
 
     A sample is {"pixel_values": (channels, height, width), "labels": int}. Clips are (F, channels, height, width); each
     frame is mixed in the same way. A sample may have "draw", its `Draw`, and
@@ -120,6 +120,7 @@ class SoftTargetCollator:
         batch_size: images that share one draw of mixing, an even number. It is the global batch, over processes and
             accumulation.
         grid: (height, width) of the model's patches, for MixToken and label maps.
+        class_weights: (num_classes,) float32, factors of the targets, and so of a sample's loss by its class.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class SoftTargetCollator:
         seed: int = 0,
         batch_size: int = 2,
         grid: tuple[int, int] | None = None,
+        class_weights: Tensor | None = None,
     ) -> None:
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing!r} must be in [0, 1)")
@@ -143,6 +145,7 @@ class SoftTargetCollator:
         self.seed = seed
         self.batch_size = batch_size
         self.grid = grid
+        self.class_weights = class_weights
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """{"pixel_values": (B, channels, height, width), "labels": (B, num_classes) or (B,)}; with MixToken also
@@ -151,11 +154,13 @@ class SoftTargetCollator:
         pixels = torch.stack([sample["pixel_values"] for sample in samples])
         labels = torch.tensor([sample["labels"] for sample in samples])
         batch: dict[str, Any] = {"pixel_values": pixels, "labels": labels}
-        if self.mixing.enabled or self.label_smoothing:
+        if self.mixing.enabled or self.label_smoothing or self.class_weights is not None:
             batch["labels"] = self.targets(labels)
         mixes = self._mixes(samples, tuple(pixels.shape[-2:]))
         if self.mixing.enabled:
             batch |= self._mix(batch["pixel_values"], batch["labels"], mixes)
+        if self.class_weights is not None:
+            batch["labels"] = batch["labels"] * self.class_weights
         if "label_map" in samples[0]:
             batch["token_targets"] = self._token_targets([sample["label_map"] for sample in samples], mixes, pixels)
         return batch

@@ -39,13 +39,28 @@ class DrawSampler(Sampler):
             differently. An epoch keeps its length, so it has 1 / repeats of the images. Repetitions of an image are
             close together, each next to another image, so that mixup pairs it with another one each time.
         multiple_of: an epoch ends at the last multiple of this number, so that every batch is a whole one.
+        labels: (num_samples,) int64, the class of each sample, if an epoch has as many samples of each class. It keeps
+            its length: samples of rare classes come several times, augmented differently, and of frequent ones not all.
+
+    Raises:
+        ValueError: for repeats below 1 or together with labels, and for less samples than one batch.
     """
 
-    def __init__(self, num_samples: int, seed: int = 0, repeats: int = 1, multiple_of: int = 1) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int = 0,
+        repeats: int = 1,
+        multiple_of: int = 1,
+        labels: np.ndarray | None = None,
+    ) -> None:
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"repeats={repeats!r} must be an integer of 1 or more")
         if num_samples < multiple_of:
             raise ValueError(f"{num_samples} training images are less than one batch of {multiple_of}")
+        if labels is not None and repeats > 1:
+            raise ValueError(f"repeats={repeats} cannot be used with samples that are drawn by class")
+        self.labels = labels
         self.num_samples = num_samples
         self.seed = seed
         self.repeats = repeats
@@ -62,7 +77,12 @@ class DrawSampler(Sampler):
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         # "order", because [seed, epoch] alone, padded with zeros, would be the generator of image 0's augmentation.
-        order = np.random.default_rng([self.seed, epoch, *b"order"]).permutation(self.num_samples)
+        generator = np.random.default_rng([self.seed, epoch, *b"order"])
+        if self.labels is not None:
+            indices, times = (own[: self.length].tolist() for own in balanced_order(self.labels, generator))
+            yield from (Draw(index, epoch, position, times[position]) for position, index in enumerate(indices))
+            return
+        order = generator.permutation(self.num_samples)
         if self.repeats == 1:
             yield from (Draw(int(index), epoch, position) for position, index in enumerate(order[: self.length]))
             return
@@ -76,6 +96,22 @@ class DrawSampler(Sampler):
                     if place < len(images):
                         yield Draw(int(images[place]), epoch, position, repeat)
                         position += 1
+
+
+def balanced_order(labels: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of as many samples as there are, of each class the same number but for one, in random order; and how
+    often each of them came before. None comes again before all of its class have come as often.
+    """
+    classes = generator.permutation(np.unique(labels))
+    share, rest = divmod(len(labels), len(classes))
+    indices, times = [], []
+    for number, label in enumerate(classes):
+        members, count = np.flatnonzero(labels == label), share + (number < rest)
+        rounds = -(-count // len(members))
+        indices.append(np.concatenate([generator.permutation(members) for _ in range(rounds)])[:count])
+        times.append(np.repeat(np.arange(rounds), len(members))[:count])
+    order = generator.permutation(len(labels))
+    return np.concatenate(indices)[order], np.concatenate(times)[order]
 
 
 def round_robin(rounds: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ from tasks.classification.distillation import DistillationConfig, check_distilla
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.common.config import Config, check_known, load_sections
+from tasks.common.images.augmentation import LOSS
 from tasks.common.images.config import DataConfig
 from tasks.common.images.model import check_model
 from tasks.common.images.sections import SECTIONS, check_image_sections, field_names
@@ -45,6 +46,9 @@ def check_config(config: Config) -> Config:
     check_tuning(config)
     if TokenLabelConfig(**config["token_labels"]).path and DataConfig(**config["data"]).streaming:
         raise ValueError("token_labels.path needs images in any order, not a stream; set data.streaming=false")
+    balance, distilled = config["augmentation"].get("balance"), DistillationConfig(**config["distillation"]).teacher
+    if balance == LOSS and (distilled or TokenLabelConfig(**config["token_labels"]).path):
+        raise ValueError("augmentation.balance=loss weighs the labels' loss alone, not a teacher's; use sampling")
     check_distillation(config)
     check_compression(config)
     check_model(config["model"])

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import default_data_collator
 
 from hf_sparseprior.saving.processor import image_processor_settings
 from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCollator
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 from tasks.common.hf_run import draw_sampler, make_collator
-from tasks.common.images.augmentation import Augmentation, AugmentationConfig
+from tasks.common.images.augmentation import LOSS, SAMPLING, Augmentation, AugmentationConfig
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
 from tasks.common.images.processor import make_processor
@@ -66,15 +68,26 @@ def make_inputs(
     label_maps: LabelMaps | None = None,
 ) -> Inputs:
     """Datasets, order and collators for the Trainer; `label_maps` are the training images'."""
-    collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid)
     if isinstance(data, StreamData):
+        collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid)
         return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
-    sampler = draw_sampler(len(datasets["train"]), arguments, augmentation.repeats)
+    labels = data.splits["train"].labels
+    weights = class_weights(labels, len(data.classes)) if augmentation.balance == LOSS else None
+    collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid, weights)
+    by_class = labels if augmentation.balance == SAMPLING else None
+    sampler = draw_sampler(len(labels), arguments, augmentation.repeats, by_class)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())
     # Sizes after the cut and the limits, if these have changed what the source says.
     description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
     return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
+
+
+def class_weights(labels: np.ndarray, num_classes: int) -> torch.Tensor:
+    """(num_classes,) float32: images over classes times images of the class, 1 for a class that has none."""
+    counts = np.bincount(labels, minlength=num_classes)
+    weights = len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+    return torch.from_numpy(np.where(counts > 0, weights, 1.0)).float()
 
 
 def _stream_inputs(
@@ -85,8 +98,10 @@ def _stream_inputs(
     arguments: Any,
     collate: SoftTargetCollator,
 ) -> Inputs:
-    if augmentation.repeats > 1:
-        raise ValueError(f"augmentation.repeats={augmentation.repeats} needs images in any order, not a stream")
+    for name, wanted in (("repeats", augmentation.repeats > 1), ("balance", augmentation.balance is not None)):
+        if wanted:
+            value = getattr(augmentation, name)
+            raise ValueError(f"augmentation.{name}={value} needs images in any order, not a stream")
     if arguments.max_steps <= 0 and data.sizes["train"] is None:
         raise ValueError("trainer.max_steps is missing; the stream does not say how many images it has")
     # Every process reads the stream and decodes its share of it.

@@ -1,7 +1,8 @@
 """Evaluation of a saved model, for every task that trains with transformers' Trainer.
 
-It writes results_SPLIT.json and confusion_SPLIT.png into one folder: RUN/evaluation for RUN/model, RUN/evaluation/NAME
-for another model of the run. Those of other data and settings have a name of their own (tasks/common/measured.py).
+It writes results_SPLIT.json, report_SPLIT.md and its pictures into one folder: RUN/evaluation for RUN/model,
+RUN/evaluation/NAME for another model of the run. Those of other data and settings have a name of their own
+(tasks/common/measured.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils import CONFIG_NAME
@@ -19,13 +19,13 @@ from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
 from hf_sparseprior.models.pretrained import check_classes, check_saved_folder, load_whole_model, weights_sha256
+from tasks.common.class_report import ClassReport
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
 from tasks.common.hf_run import HFTask, Split, fill_cache, named_metrics
 from tasks.common.measured import drop_limits, own_config, settings, suffix
-from tasks.common.metrics import average_views, compute_metrics, confusion_matrix, what_was_not_learned
+from tasks.common.metrics import compute_metrics, what_was_not_learned
 from tasks.common.parsers import evaluate_parser
-from tasks.common.plots import draw_confusion
 from tasks.common.processes import check_alone
 from tasks.common.results import Results, print_warnings
 from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
@@ -47,7 +47,7 @@ def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Se
 def evaluate_model(
     task: HFTask, folder: Path, config: Config, split: str, out: Path, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """Accuracy and confusion matrix of a saved model on a split; writes both into `out`.
+    """Accuracy and confusion matrix of a saved model on a split; writes both and a report of the classes into `out`.
 
     Returns:
         The content of the results.
@@ -80,14 +80,15 @@ def evaluate_model(
     measure = partial(compute_metrics, views=data.views, top=data.top)
     trainer = Trainer(model=model, args=arguments, compute_metrics=measure)
     prediction = trainer.predict(data.dataset, metric_key_prefix=split)
-    scores, labels = average_views(prediction.predictions, prediction.label_ids, data.views)
-    counts = confusion_matrix(labels, np.argmax(scores, -1), len(data.classes))
+    report = ClassReport.of_logits(prediction.predictions, prediction.label_ids, data.classes, data.views)
+    counts = report.counts
     accuracies = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
     accuracy = accuracies[f"{split}_accuracy"]
-    metrics = {**accuracies, **named_metrics(task, split, counts, data.classes)}
+    metrics = {**accuracies, **named_metrics(task, split, counts, data.classes, report)}
     details = {"confusion": counts.tolist(), "warnings": what_was_not_learned(counts, data.classes, split)}
     results = _results(task, folder, config, split, data, model, metrics, details)
-    draw_confusion(counts, data.classes, out / f"confusion_{label}.png", f"{split}: {100 * accuracy:.2f} %")
+    shown = getattr(data.dataset, "decoded_image", None)
+    report.write(out, f"{folder.name}, {split}: {100 * accuracy:.2f} %", f"_{label}", shown)
     return results.write(out / f"results_{label}.json")
 
 
@@ -147,7 +148,10 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
             print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
         print_warnings(results)
         label = label_of(folder, config, split, out)
-        kind = "confusion" if task.measure is None else "predictions"
-        print(f"results: {out}/results_{label}.json, picture: {out}/{kind}_{label}.png")
+        names = [
+            "results_{}.json",
+            *(["report_{}.md", "confusion_{}.png"] if task.measure is None else ["predictions_{}.png"]),
+        ]
+        print("results: " + " ".join(f"{out}/{name.format(label)}" for name in names))
 
     return run_command(parser.prog, work)

@@ -5,6 +5,7 @@ OUT/checkpoint-N/              what an interrupted run goes on from
 OUT/model/                     model, image processor and card; model_ema/: with the moving average of the weights;
                                adapter/: what LoRA or DoRA learned, alone
 OUT/curves.png, confusion.png  and more pictures of the task
+OUT/report.md, errors.png      of a classifier: precision and recall of each class, calibration, the worst errors
 OUT/tracking/                  what trackers wrote, if the configuration names some (tasks/common/tracking.py)
 OUT/results.json               written last (tasks/common/results.py)
 """
@@ -38,15 +39,10 @@ from hf_sparseprior.training import (
     StopOnSignal,
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.common.class_report import ClassReport
 from tasks.common.command import RunStopped, run_command, tell_data
 from tasks.common.config import FINAL, Config, load_sections
-from tasks.common.metrics import (
-    average_views,
-    compute_metrics,
-    confusion_matrix,
-    pack_correct,
-    what_was_not_learned,
-)
+from tasks.common.metrics import compute_metrics, confusion_matrix, pack_correct, what_was_not_learned
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.parsers import train_parser
 from tasks.common.plots import draw_confusion, draw_history
@@ -124,11 +120,13 @@ class Prepared:
 class Tested:
     """What a test found: metrics by their names in results.json, and the labels and predicted classes of its examples,
     both (examples,) int64. Where an example has no single class, labels are None, and the task draws `predicted`.
+    report: of a classifier that gives probabilities.
     """
 
     metrics: dict[str, float]
     labels: np.ndarray | None
     predicted: Any
+    report: ClassReport | None = None
 
 
 @dataclass
@@ -297,12 +295,12 @@ def run(
         if trainer.is_world_process_zero():
             tell_splits(task, prepared, judged=arguments.eval_strategy != "no")
         train(trainer, checkpoint)
-        results, predicted = judge(task, config, prepared, trainer)
+        results, tested = judge(task, config, prepared, trainer)
         results.trainable_parameters, results.command = trained, command or results.command
         results.resumed_from = checkpoint and Path(checkpoint).name
         save(task, out, trainer, prepared, results)
         if trainer.is_world_process_zero():
-            draw(task, out, prepared, results, predicted)
+            draw(task, out, prepared, results, tested)
             tracking.finish(results)
             # This comes last: a run counts as finished only when everything else exists.
             results.write(out / RESULTS)
@@ -330,8 +328,8 @@ def _size(dataset: Any, views: int) -> int | None:
         return None
 
 
-def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, Any]:
-    """Test a trained model. Returns its results, without what only its files hold, and what it predicts."""
+def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePriorTrainer) -> tuple[Results, Tested]:
+    """Test a trained model. Returns its results, without what only its files hold, and what the test found."""
     arguments = trainer.args
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
     tested = prepared.test(trainer) if prepared.test else test_classifier(prepared, trainer)
@@ -365,7 +363,7 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
         },
         history=trainer_history(trainer.state.log_history),
     )
-    return results, tested.predicted
+    return results, tested
 
 
 def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
@@ -379,7 +377,7 @@ def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple
         "test_correct": right,
         "warnings": what_was_not_learned(counts, classes, "test"),
     }
-    return named_metrics(task, "test", counts, classes), details
+    return named_metrics(task, "test", counts, classes, tested.report), details
 
 
 def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
@@ -391,8 +389,9 @@ def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
     finally:
         trainer.compute_metrics = validation
     metrics = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
-    scores, labels = average_views(prediction.predictions, prediction.label_ids, prepared.test_views)
-    return Tested(metrics, labels, np.argmax(scores, -1))
+    logits, labels = prediction.predictions, prediction.label_ids
+    report = ClassReport.of_logits(logits, labels, prepared.classes, prepared.test_views)
+    return Tested(metrics, report.labels, report.predicted, report)
 
 
 def trainer_arguments(
@@ -434,18 +433,23 @@ def global_batch(arguments: Any) -> int:
     return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
 
 
-def draw_sampler(size: int, arguments: Any, repeats: int = 1) -> DrawSampler:
-    """The order of `size` training examples. The sampler does what `trainer.dataloader_drop_last` asks for.
+def draw_sampler(size: int, arguments: Any, repeats: int = 1, labels: np.ndarray | None = None) -> DrawSampler:
+    """The order of `size` training examples, with `labels` as many of each class. The sampler does what
+    `trainer.dataloader_drop_last` asks for.
 
     The Trainer would leave out the last, smaller batch of evaluation too, and with it examples from the metrics.
     """
     whole_batches = global_batch(arguments) if arguments.dataloader_drop_last else 1
     arguments.dataloader_drop_last = False
-    return DrawSampler(size, arguments.seed, repeats, whole_batches)
+    return DrawSampler(size, arguments.seed, repeats, whole_batches, labels)
 
 
 def make_collator(
-    augmentation: Any, num_classes: int, arguments: Any, grid: tuple[int, int] | None = None
+    augmentation: Any,
+    num_classes: int,
+    arguments: Any,
+    grid: tuple[int, int] | None = None,
+    class_weights: torch.Tensor | None = None,
 ) -> SoftTargetCollator:
     """The collator of training batches: mixing, label smoothing and, on the model's patch grid, token targets.
 
@@ -454,6 +458,7 @@ def make_collator(
         num_classes: number of classes.
         arguments: the Trainer's.
         grid: (height, width) of the model's patches.
+        class_weights: (num_classes,) float32, factors of an example's loss by its class.
     """
     if augmentation.mixing.enabled and arguments.train_batch_size % 2:
         raise ValueError(
@@ -464,7 +469,7 @@ def make_collator(
     repeated = getattr(augmentation, "repeats", 1) > 1
     images = arguments.train_batch_size if repeated else global_batch(arguments)
     return SoftTargetCollator(
-        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, images, grid
+        num_classes, augmentation.mixing, augmentation.label_smoothing, arguments.seed, images, grid, class_weights
     )
 
 
@@ -548,9 +553,12 @@ def tell_best_epoch(best: Mapping[str, Any] | None) -> str:
     return line if best["stopped_epoch"] is None else f"{line}; stopped early after epoch {best['stopped_epoch']:.4g}"
 
 
-def named_metrics(task: HFTask, split: str, counts: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
-    """The task's extra metrics of a split by their names in results.json."""
-    return {f"{split}_{name}": value for name, value in task.extra_metrics(counts, classes).items()}
+def named_metrics(
+    task: HFTask, split: str, counts: np.ndarray, classes: Sequence[str], report: ClassReport | None
+) -> dict[str, float]:
+    """The report's metrics and the task's extra ones of a split by their names in results.json."""
+    found = {**({} if report is None else report.metrics()), **task.extra_metrics(counts, classes)}
+    return {f"{split}_{name}": value for name, value in found.items()}
 
 
 def save(task: HFTask, out: Path, trainer: SparsePriorTrainer, prepared: Prepared, results: Results) -> None:
@@ -598,17 +606,19 @@ def _write_model(
     return about
 
 
-def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, predicted: Any) -> None:
-    """Curves, confusion matrix and the task's own pictures."""
+def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, tested: Tested) -> None:
+    """Curves, the report of the classes, confusion matrix and the task's own pictures."""
     heading = f"{results.details['prior']}, seed {results.seed}"
     task.draw_history(results.history, out / "curves.png", heading)
     pictures = ["curves.png"]
     if "confusion" in results.details:
-        accuracy = 100 * results.metrics[task.metric]
-        counts = np.array(results.details["confusion"])
-        draw_confusion(counts, prepared.classes, out / "confusion.png", f"{heading}: {accuracy:.2f} % on test")
-        pictures.append("confusion.png")
-    results.details["pictures"] = [*pictures, *task.draw(out, prepared, predicted, heading)]
+        title = f"{heading}: {100 * results.metrics[task.metric]:.2f} % on test"
+        if tested.report is not None:
+            pictures += tested.report.write(out, title, image=getattr(prepared.datasets["test"], "decoded_image", None))
+        else:
+            draw_confusion(np.array(results.details["confusion"]), prepared.classes, out / "confusion.png", title)
+            pictures.append("confusion.png")
+    results.details["pictures"] = [*pictures, *task.draw(out, prepared, tested.predicted, heading)]
 
 
 def train_main(task: HFTask, argv: list[str] | None = None) -> int:

@@ -58,11 +58,18 @@ def draw_kept(
     return save(figure, path)
 
 
-def draw_confusion(counts: np.ndarray, classes: Sequence[str], path: Path, heading: str) -> Path:
-    """Confusion matrix: colours are shares of each true class, with counts as text if there is room."""
+def draw_confusion(
+    counts: np.ndarray, classes: Sequence[str], path: Path, heading: str, calibration: np.ndarray | None = None
+) -> Path:
+    """Confusion matrix: colours are shares of each true class, with counts as text if there is room.
+
+    `calibration`: bins of `ClassReport.calibration`, which are drawn beside it.
+    """
     plt = pyplot()
     size = min(12.0, 2.4 + 0.42 * len(classes))
-    figure, axis = plt.subplots(figsize=(size + 1.0, size), layout="constrained")
+    widths = [size + 1.0] if calibration is None else [size + 1.0, 3.6]
+    figure = plt.figure(figsize=(sum(widths), max(size, 3.6)), layout="constrained")
+    axis, *further = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axis, shrink=0.7, label="share of the true class", pad=0.02)
@@ -77,4 +84,16 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], path: Path, headi
     axis.set_xlabel("predicted")
     axis.set_ylabel("true")
     axis.set_title(heading, fontsize=10)
+    if calibration is not None:
+        _draw_calibration(further[0], calibration)
     return save(figure, path)
+
+
+def _draw_calibration(axis: Any, bins: np.ndarray) -> None:
+    """How often a model is right, by its confidence; below the diagonal it is surer than right."""
+    sizes, confidence, right = bins[bins[:, 0] > 0].T
+    axis.plot([0, 100], [0, 100], color="0.7", linewidth=1)
+    axis.scatter(100 * confidence, 100 * right, s=12 + 150 * sizes / sizes.sum(), color=ACCENT, alpha=0.8)
+    axis.set(xlim=(0, 102), ylim=(0, 102), aspect="equal", xlabel="confidence, %", ylabel="right, %")
+    axis.set_title("calibration", fontsize=10)
+    axis.grid(alpha=0.25)

@@ -29,6 +29,7 @@ CROPS = ("none", "resized", "random")
 EVAL_CROP_RATIOS = (0.1, 1.0)  # at 0.1 a hundredth of an image is looked at, in an image of ten times the model's sides
 INTERPOLATIONS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 ERASING_MODES = ("pixel", "constant")
+BALANCES = LOSS, SAMPLING = "loss", "sampling"
 
 
 @dataclass
@@ -51,6 +52,10 @@ class AugmentationConfig:
         mixup nor cutmix.
     label_smoothing: share of the label that goes to all classes alike.
     repeats: repeated augmentation (DeiT: 3).
+    balance: for classes of which some are rare. "loss": an image's loss is multiplied by the number of images over the
+        number of classes times the number of images of its class, so that each class has the same weight in all.
+        "sampling": an epoch has as many images of each class, so those of rare classes come several times, and of
+        frequent ones not all. null: neither. Not for streams; "sampling" goes without repeats.
     eval_crop_ratio: images are resized to 1 / ratio of the model's size by their shorter side and cut in the centre;
         null: resized to the model's size whatever their shape.
     """
@@ -73,14 +78,21 @@ class AugmentationConfig:
     mixtoken: float = 0.0
     label_smoothing: float = 0.0
     repeats: int = 1
+    balance: str | None = None
     eval_crop_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        choices = (("crop", CROPS), ("interpolation", tuple(INTERPOLATIONS)), ("erasing_mode", ERASING_MODES))
-        for name, allowed in choices:
+        choices: dict[str, tuple] = {
+            "crop": CROPS,
+            "interpolation": tuple(INTERPOLATIONS),
+            "erasing_mode": ERASING_MODES,
+            "balance": (*BALANCES, None),
+        }
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"augmentation.{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+                known = ", ".join(filter(None, allowed))
+                raise ValueError(f"augmentation.{name}={getattr(self, name)!r} must be one of {known}")
         for name in ("flip", "erasing", "mix_probability", "switch_probability"):
             check_range(name, getattr(self, name), 0.0, 1.0)
         for name in ("color_jitter", "mixup", "cutmix", "mixtoken"):
@@ -100,6 +112,8 @@ class AugmentationConfig:
                 raise ValueError(f"augmentation.{name}={value!r} must be two numbers, the smaller one first")
         for name, low in (("padding", 0), ("repeats", 1)):
             check_integer(f"augmentation.{name}", getattr(self, name), low)
+        if self.balance == SAMPLING and self.repeats > 1:
+            raise ValueError(f"augmentation.repeats={self.repeats} cannot be used with augmentation.balance=sampling")
         if self.eval_crop_ratio is not None:
             check_range("eval_crop_ratio", self.eval_crop_ratio, *EVAL_CROP_RATIOS)
         check_boolean("augmentation.force_color_jitter", self.force_color_jitter)
