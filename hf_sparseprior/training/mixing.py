@@ -106,8 +106,9 @@ class SoftTargetCollator:
     """Stacks samples, mixes their images and makes labels (B, num_classes) float32. If nothing is mixed, smoothed or
     weighted, labels stay (B,) class indices.
 
-    A sample is {"pixel_values": (channels, height, width), "labels": int}. Clips are (F, channels, height, width); each
-    frame is mixed in the same way. A sample may have "draw", its `Draw`, and
+    A sample is {"pixel_values": (channels, height, width), "labels": int}; with several labels an image, or with
+    numbers, "labels" is (num_classes,) float32, which may be mixed but not smoothed or weighted. Clips are (F,
+    channels, height, width); each frame is mixed in the same way. A sample may have "draw", its `Draw`, and
     "label_map": its map's classes and scores (h, w, k) and the view (2, 3) of the image. Images at positions 2i and
     2i + 1 of an epoch are each other's partners. An image whose partner is in another batch stays as it is. Samples
     need their draws to be mixed. Repetitions of an image (`DrawSampler`) have draws of mixing of their own.
@@ -152,7 +153,8 @@ class SoftTargetCollator:
         "token_sources", an argument of the model, and with label maps "token_targets" (`token_labels.token_targets`).
         """
         pixels = torch.stack([sample["pixel_values"] for sample in samples])
-        labels = torch.tensor([sample["labels"] for sample in samples])
+        given = [sample["labels"] for sample in samples]
+        labels = torch.stack(given) if torch.is_tensor(given[0]) else torch.tensor(given)
         batch: dict[str, Any] = {"pixel_values": pixels, "labels": labels}
         if self.mixing.enabled or self.label_smoothing or self.class_weights is not None:
             batch["labels"] = self.targets(labels)
@@ -166,7 +168,9 @@ class SoftTargetCollator:
         return batch
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Smoothed one-hot targets (B, num_classes) of class indices (B,)."""
+        """Smoothed one-hot targets (B, num_classes) of class indices (B,); labels that are targets stay as they are."""
+        if labels.is_floating_point():
+            return labels
         off = self.label_smoothing / self.num_classes
         targets = torch.full((len(labels), self.num_classes), off)
         return targets.scatter_(1, labels[:, None], 1.0 - self.label_smoothing + off)

@@ -22,8 +22,8 @@ from tasks.classification.distillation import DistillationConfig, check_distilla
 from tasks.classification.token_label_config import TokenLabelConfig
 from tasks.classification.tuning import TuningConfig, check_tuning
 from tasks.common.config import Config, check_known, load_sections
-from tasks.common.images.augmentation import LOSS
-from tasks.common.images.config import DataConfig
+from tasks.common.images.augmentation import LOSS, AugmentationConfig
+from tasks.common.images.config import CLASSES, NUMBERS, DataConfig
 from tasks.common.images.model import check_model
 from tasks.common.images.sections import SECTIONS, check_image_sections, field_names
 
@@ -49,7 +49,27 @@ def check_config(config: Config) -> Config:
     balance, distilled = config["augmentation"].get("balance"), DistillationConfig(**config["distillation"]).teacher
     if balance == LOSS and (distilled or TokenLabelConfig(**config["token_labels"]).path):
         raise ValueError("augmentation.balance=loss weighs the labels' loss alone, not a teacher's; use sampling")
+    _check_labels(config)
     check_distillation(config)
     check_compression(config)
     check_model(config["model"])
     return config
+
+
+def _check_labels(config: Config) -> None:
+    """Refuse what asks for one class an image where images have several labels, or numbers."""
+    data, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
+    if data.labels == CLASSES:
+        return
+    asked = {
+        "distillation.teacher": DistillationConfig(**config["distillation"]).teacher,
+        "token_labels.path": TokenLabelConfig(**config["token_labels"]).path,
+        "compression.method": config["compression"].get("method"),
+        "augmentation.balance": augmentation.balance,
+        "augmentation.label_smoothing": augmentation.label_smoothing,
+    }
+    if data.labels == NUMBERS:
+        asked |= {f"augmentation.{name}": getattr(augmentation, name) for name in ("mixup", "cutmix", "mixtoken")}
+    for name, value in asked.items():
+        if value:
+            raise ValueError(f"{name}={value} asks for one class an image, and data.labels is {data.labels}")

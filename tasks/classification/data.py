@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from transformers import default_data_collator
 
 from hf_sparseprior.saving.processor import image_processor_settings
@@ -16,7 +17,7 @@ from hf_sparseprior.training import DrawSampler, LabelMaps, Mixing, SoftTargetCo
 from tasks.classification.streaming import StreamCollator, StreamedImages, noted_damage
 from tasks.common.hf_run import draw_sampler, make_collator
 from tasks.common.images.augmentation import LOSS, SAMPLING, Augmentation, AugmentationConfig
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import NUMBERS, DataConfig
 from tasks.common.images.data import ImageDataset, Preparation, load_data
 from tasks.common.images.processor import make_processor
 from tasks.common.images.sources import ImageData, StreamData, drop_corrupt, stream_data
@@ -73,6 +74,8 @@ def make_inputs(
         return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
     labels = data.splits["train"].labels
+    if config.labels == NUMBERS:
+        tell_scale(labels, data.classes)
     weights = class_weights(labels, len(data.classes)) if augmentation.balance == LOSS else None
     collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid, weights)
     by_class = labels if augmentation.balance == SAMPLING else None
@@ -81,6 +84,16 @@ def make_inputs(
     # Sizes after the cut and the limits, if these have changed what the source says.
     description = data.description if f"({sizes})" in data.description else f"{data.description} ({sizes})"
     return Inputs(datasets, processor, sampler, collate, default_data_collator, description, corrupt)
+
+
+def tell_scale(numbers: np.ndarray, names: Sequence[str]) -> None:
+    """Print a line for numbers that a model learns slowly, because they are far from 0 or from each other, or nearly
+    the same; `numbers` is (images, numbers).
+    """
+    for name, own in zip(names, numbers.T.astype(np.float64), strict=True):
+        spread, mean = own.std(), own.mean()
+        if PartialState().is_main_process and not (0.1 <= spread <= 10 and abs(mean) <= 10):
+            print(f"{name} has mean {mean:.4g} and spread {spread:.4g}; around 0 with spread 1 it is learned fastest")
 
 
 def class_weights(labels: np.ndarray, num_classes: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ from tasks.classification.tuning import TuningConfig, tuned
 from tasks.common.config import Config
 from tasks.common.hf_run import HFTask, Prepared
 from tasks.common.images.augmentation import AugmentationConfig
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import PROBLEMS, DataConfig
 from tasks.common.images.model import build_model, check_pretrained, pretrained_sha256
 from tasks.common.images.split import read_split
 from tasks.common.models import about_model, decay_change
@@ -48,7 +48,8 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     data_config, augmentation = DataConfig(**config["data"]), AugmentationConfig(**config["augmentation"])
     data, corrupt = read_data(data_config, arguments)
     phase = DistillationConfig(**config["distillation"])
-    model, about_start = start_model(config, data.classes, phase, arguments.seed)
+    problem = PROBLEMS[data_config.labels]
+    model, about_start = start_model(config, data.classes, phase, arguments.seed, problem)
     search = start_search(model, config)
     if augmentation.mixtoken:
         check_mixtoken(model)
@@ -60,6 +61,7 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     return Prepared(
         model=model,
         classes=data.classes,
+        labels=data_config.labels,
         datasets=inputs.datasets,
         description=inputs.description,
         split_names={**data_config.split_names, **data.origins},
@@ -80,11 +82,13 @@ def prepare(config: Config, arguments: Any) -> Prepared:
     )
 
 
-def start_model(config: Config, classes: list[str], phase: DistillationConfig, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The model before its first step, and what results.json says about it then."""
+def start_model(
+    config: Config, classes: list[str], phase: DistillationConfig, seed: int, problem: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The model before its first step, and what results.json says about it then; `problem` as in `build_model`."""
     set_seed(seed)
     checksum = pretrained_sha256(config["model"])
-    model = build_model(retrained(config)["model"], classes)
+    model = build_model(retrained(config)["model"], classes, problem)
     decay = decay_change(model)
     about = {
         "pretrained_sha256": checksum,

@@ -12,7 +12,7 @@ from scipy.special import softmax
 
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.prediction.pictures import Tile, draw_tiles
-from tasks.common.metrics import IGNORED, average_views, confusion_matrix
+from tasks.common.metrics import IGNORED, average_views, confusion_matrix, what_was_not_learned
 from tasks.common.plots import draw_confusion
 from tasks.common.tables import markdown_table
 
@@ -71,18 +71,25 @@ class ClassReport:
         A confidence is the largest probability. A bin has confidences above its lower end, up to its upper end.
         """
         known = self.labels != IGNORED
-        confidence, right = self.probabilities.max(-1)[known], (self.predicted == self.labels)[known]
-        places = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-        sizes, sums, hits = (np.bincount(places, own, BINS) for own in (None, confidence, right))
-        whole = np.maximum(sizes, 1)
-        error = float(np.abs(sums - hits).sum() / max(len(places), 1))
-        return np.stack([sizes, sums / whole, hits / whole], -1), error
+        return calibration_bins(self.probabilities.max(-1)[known], (self.predicted == self.labels)[known])
 
     def worst(self, number: int = SHOWN) -> list[int]:
         """The examples with the largest probability of a wrong class, the worst first."""
         wrong = np.flatnonzero((self.predicted != self.labels) & (self.labels != IGNORED))
         order = np.argsort(-self.probabilities.max(-1)[wrong], kind="stable")
         return wrong[order][:number].tolist()
+
+    def headline(self) -> str:
+        """The metric that it is judged by."""
+        return f"{100 * self.counts.diagonal().sum() / max(self.counts.sum(), 1):.2f} %"
+
+    def details(self) -> dict[str, Any]:
+        """What results say besides metrics."""
+        return {"confusion": self.counts.tolist()}
+
+    def warnings(self, split: str) -> list[str]:
+        """See `what_was_not_learned`."""
+        return what_was_not_learned(self.counts, self.classes, split)
 
     # ---- files ------------------------------------------------------------------------------------------------------
 
@@ -121,9 +128,9 @@ class ClassReport:
         counts, rows = self.counts, []
         columns = (counts.sum(1), *self.per_class())
         for name, images, *shares in zip(self.classes, *columns, strict=True):
-            rows.append([name.replace("|", "\\|"), str(images), *map(_percent, shares)])
+            rows.append([cell(name), str(images), *map(percent, shares)])
         means = [np.nanmean(own) if np.isfinite(own).any() else np.nan for own in columns[1:]]
-        rows.append(["mean of the classes", str(counts.sum()), *map(_percent, means)])
+        rows.append(["mean of the classes", str(counts.sum()), *map(percent, means)])
         table = markdown_table(("class", "examples", "precision, %", "recall, %", "F1, %"), rows)
         right = counts.diagonal().sum() / max(counts.sum(), 1)
         said = (
@@ -134,5 +141,20 @@ class ClassReport:
         return f"# {heading}\n\n{said}\n\n{table}\n\n{shown}\n"
 
 
-def _percent(share: float) -> str:
+def calibration_bins(confidence: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float]:
+    """What `ClassReport.calibration` returns, of confidences and whether they were right, both (examples,)."""
+    places = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    sizes, sums, hits = (np.bincount(places, own, BINS) for own in (None, confidence, right))
+    whole = np.maximum(sizes, 1)
+    error = float(np.abs(sums - hits).sum() / max(len(places), 1))
+    return np.stack([sizes, sums / whole, hits / whole], -1), error
+
+
+def percent(share: float) -> str:
+    """A share for a table; nothing for one that is not known."""
     return "" if np.isnan(share) else f"{100 * share:.1f}"
+
+
+def cell(name: str) -> str:
+    """A name in a table of Markdown."""
+    return name.replace("|", "\\|")

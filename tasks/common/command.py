@@ -52,7 +52,10 @@ def tell_passed_over(*readers: PassedOver) -> None:
 
 
 def tell_data(
-    examples: str, splits: Mapping[str, tuple[int | None, str]], classes: Sequence[str] | None = None
+    examples: str,
+    splits: Mapping[str, tuple[int | None, str]],
+    classes: Sequence[str] | None = None,
+    labels: str = "classes",
 ) -> None:
     """Print what a run is about to learn from and what it is judged by, in one line.
 
@@ -61,12 +64,16 @@ def tell_data(
         splits: {"trains", "validates" or "tests": (number of examples, where the split comes from)}; a number is None
             where the data does not say it, and a part that a run does not have is left out.
         classes: their names; None where there are none.
+        labels: what an example has: one of the "classes", "several" of them, or "numbers" of these names.
     """
     parts: list[str] = []
+    kinds = {"classes": "of {} classes", "several": "with several of {} labels", "numbers": "with {} numbers"}
     for does, (count, name) in splits.items():
         number = "an unknown number of" if count is None else count
         noun = examples.removesuffix("s") if count == 1 else examples
-        known = f" of {len(classes)} classes {short(classes)}" if classes is not None and not parts else ""
+        known = ""
+        if classes is not None and not parts:
+            known = f" {kinds[labels].format(len(classes))} {short(classes)}"
         parts.append(f"{does} on {number} {noun}{known} ({printable(name)})")
     print(", ".join(parts), flush=True)
 

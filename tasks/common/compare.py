@@ -63,6 +63,7 @@ from tasks.common.config import (
 )
 from tasks.common.environment import command_line
 from tasks.common.hf_run import HFTask, task_module
+from tasks.common.images.config import CLASSES
 from tasks.common.machines import Shard, check_locks, check_options
 from tasks.common.paired import ACCURACY
 from tasks.common.parsers import compare_parser
@@ -257,6 +258,8 @@ def variant_configs(
         try:
             apply_overrides(config, overrides, task.sections)
             configs[str(name)] = task.check_config(config)
+            if (labels := config.get("data", {}).get("labels", CLASSES)) != CLASSES:
+                raise ValueError(f"data.labels={labels!r} cannot be compared; rows are judged by {task.metric}")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return configs

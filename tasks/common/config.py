@@ -146,8 +146,11 @@ WITHOUT_EFFECT = {
 }
 
 
-def check_trainer(trainer: dict[str, Any]) -> None:
-    """Refuse values of a `trainer` section at which transformers would fail much later, and correct its strategies."""
+def check_trainer(trainer: dict[str, Any], metric: str = "accuracy") -> None:
+    """Refuse values of a `trainer` section at which transformers would fail much later, and correct its strategies.
+
+    `metric`: what chooses the best epoch by default.
+    """
     for key, value in trainer.items():
         if key.endswith("_strategy") and value is False:
             trainer[key] = "no"  # YAML reads a bare no as False
@@ -157,10 +160,10 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     trackers(trainer.get("report_to"))
     check_text("trainer.output_dir", trainer.get("output_dir"))
     averaged = trainer.get("ema_decay") is not None
-    judged = ["accuracy", "loss", *(["ema_accuracy", "ema_loss"] if averaged else [])]
-    metric = trainer.get("metric_for_best_model")
-    if metric is not None and str(metric).removeprefix("eval_") not in judged:
-        raise ValueError(f"trainer.metric_for_best_model={metric!r} must be one of {', '.join(judged)}")
+    judged = [metric, "loss", *([f"ema_{metric}", "ema_loss"] if averaged else [])]
+    chosen = trainer.get("metric_for_best_model")
+    if chosen is not None and str(chosen).removeprefix("eval_") not in judged:
+        raise ValueError(f"trainer.metric_for_best_model={chosen!r} must be one of {', '.join(judged)}")
 
 
 def check_text(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ RUN/evaluation/NAME for another model of the run. Those of other data and settin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from hf_sparseprior.models.pretrained import check_classes, check_saved_folder, 
 from tasks.common.class_report import ClassReport
 from tasks.common.command import run_command
 from tasks.common.config import Config, apply_overrides
-from tasks.common.hf_run import HFTask, Split, fill_cache, named_metrics
+from tasks.common.hf_run import HFTask, Split, fill_cache, measure_of, named_metrics
+from tasks.common.images.config import CLASSES, PROBLEMS
+from tasks.common.label_reports import REPORTS, THRESHOLD, SeveralReport
 from tasks.common.measured import drop_limits, own_config, settings, suffix
-from tasks.common.metrics import compute_metrics, what_was_not_learned
 from tasks.common.parsers import evaluate_parser
 from tasks.common.processes import check_alone
-from tasks.common.results import Results, print_warnings
-from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
+from tasks.common.results import Results, metric_text, print_warnings, read_results
+from tasks.common.run_folder import RESULTS, check_place, evaluation_folder, model_folder, stored_config
 
 
 def run_config(task: HFTask, model: Path, file: str | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -77,19 +78,38 @@ def evaluate_model(
         dataloader_pin_memory=torch.cuda.is_available(),
         dataloader_num_workers=config.get("trainer", {}).get("dataloader_num_workers", 0),
     )
-    measure = partial(compute_metrics, views=data.views, top=data.top)
+    check_problem(model, data.labels)
+    measure = measure_of(data.labels, data.classes, data.top, data.views)
     trainer = Trainer(model=model, args=arguments, compute_metrics=measure)
     prediction = trainer.predict(data.dataset, metric_key_prefix=split)
-    report = ClassReport.of_logits(prediction.predictions, prediction.label_ids, data.classes, data.views)
-    counts = report.counts
-    accuracies = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
-    accuracy = accuracies[f"{split}_accuracy"]
-    metrics = {**accuracies, **named_metrics(task, split, counts, data.classes, report)}
-    details = {"confusion": counts.tolist(), "warnings": what_was_not_learned(counts, data.classes, split)}
+    report = REPORTS[data.labels].of_logits(prediction.predictions, prediction.label_ids, data.classes, data.views)
+    if isinstance(report, ClassReport):
+        metrics = {name: value for name, value in prediction.metrics.items() if name.endswith("accuracy")}
+        metrics |= named_metrics(task, split, report.counts, data.classes, report)
+    else:
+        if isinstance(report, SeveralReport):
+            report = replace(report, threshold=chosen_threshold(folder))
+        metrics = {f"{split}_{name}": value for name, value in report.metrics().items()}
+    details = {**report.details(), "warnings": report.warnings(split)}
     results = _results(task, folder, config, split, data, model, metrics, details)
     shown = getattr(data.dataset, "decoded_image", None)
-    report.write(out, f"{folder.name}, {split}: {100 * accuracy:.2f} %", f"_{label}", shown)
+    report.write(out, f"{folder.name}, {split}: {report.headline()}", f"_{label}", shown)
     return results.write(out / f"results_{label}.json")
+
+
+def check_problem(model: Any, labels: str) -> None:
+    """Refuse labels of another kind than those that a model learned."""
+    known = {problem: kind for kind, problem in PROBLEMS.items() if problem is not None}
+    learned = known.get(getattr(model.config, "problem_type", None), CLASSES)
+    if learned != labels:
+        raise ValueError(f"data.labels={labels!r} must be {learned}, which the model learned")
+
+
+def chosen_threshold(folder: Path) -> float:
+    """The threshold that a run chose on validation for its model; `THRESHOLD` of a model without its run."""
+    path = folder.parent / RESULTS
+    value = read_results(path).get("threshold") if path.is_file() else None
+    return float(value) if isinstance(value, (int, float)) else THRESHOLD
 
 
 def label_of(folder: Path, config: Config, split: str, out: Path) -> str:
@@ -145,7 +165,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
         out, split = arguments.out or evaluation_folder(folder), arguments.split
         results = evaluate_model(task, folder, config, split, out, arguments.batch_size)
         for name, value in results["metrics"].items():
-            print(f"{name}: {100 * value:.2f} % of {results[task.examples]} {task.examples}")
+            print(f"{name}: {metric_text(name, value)} of {results[task.examples]} {task.examples}")
         print_warnings(results)
         label = label_of(folder, config, split, out)
         names = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -42,12 +42,14 @@ from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.common.class_report import ClassReport
 from tasks.common.command import RunStopped, run_command, tell_data
 from tasks.common.config import FINAL, Config, load_sections
+from tasks.common.images.config import CLASSES, METRICS, NUMBERS, SEVERAL
+from tasks.common.label_reports import REPORTS, Report, SeveralReport, validation_measure
 from tasks.common.metrics import compute_metrics, confusion_matrix, pack_correct, what_was_not_learned
 from tasks.common.models import about_model, merged, save_adapter, trainable_parameters
 from tasks.common.parsers import train_parser
 from tasks.common.plots import draw_confusion, draw_history
 from tasks.common.processes import check_joined, join_on_cpu
-from tasks.common.results import Results, print_warnings, read_results, trainer_history, validation_name
+from tasks.common.results import Results, metric_text, print_warnings, read_results, trainer_history, validation_name
 from tasks.common.run_folder import (
     ADAPTER,
     AVERAGE,
@@ -74,11 +76,20 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 }
 
 
+# What chooses the best epoch on validation, by what an example has.
+BEST: dict[str, dict[str, Any]] = {
+    CLASSES: {},
+    SEVERAL: {"metric_for_best_model": METRICS[SEVERAL]},
+    NUMBERS: {"metric_for_best_model": METRICS[NUMBERS], "greater_is_better": False},
+}
+
+
 @dataclass
 class Prepared:
     """What a task hands to the Trainer.
 
-    model: the model to train. classes: names in the order of the labels.
+    model: the model to train. classes: names in the order of the labels. labels: what an example has, one of the
+        classes, "several" of them, or "numbers" (`label_reports.REPORTS`).
     datasets: train, validation and test, for `torch.utils.data.DataLoader`. One that prepares its examples once has
         `fill_cache(show_progress)`, which is called before the first step.
     description: describes the data, for results.json.
@@ -101,6 +112,7 @@ class Prepared:
     datasets: Mapping[str, Any]
     description: str
     save_processor: Callable[[Path], Any]
+    labels: str = CLASSES
     split_names: Mapping[str, str] = field(default_factory=dict)
     train_sampler: DrawSampler | None = None
     train_collator: Any = None
@@ -120,19 +132,19 @@ class Prepared:
 class Tested:
     """What a test found: metrics by their names in results.json, and the labels and predicted classes of its examples,
     both (examples,) int64. Where an example has no single class, labels are None, and the task draws `predicted`.
-    report: of a classifier that gives probabilities.
+    report: of a model whose examples have labels.
     """
 
     metrics: dict[str, float]
     labels: np.ndarray | None
     predicted: Any
-    report: ClassReport | None = None
+    report: Report | None = None
 
 
 @dataclass
 class Split:
     """What a saved model is evaluated on: dataset, classes in the order of the labels, description of the data, views
-    of each example as in `Prepared.test_views`, top as there.
+    of each example as in `Prepared.test_views`, top and labels as there.
     """
 
     dataset: Any
@@ -141,6 +153,7 @@ class Split:
     views: int = 1
     top: Sequence[int] = ()
     details: dict[str, Any] = field(default_factory=dict)
+    labels: str = CLASSES
 
 
 def _nothing(*arguments: Any) -> dict[str, Any]:
@@ -273,7 +286,8 @@ def run(
             f"{task.examples} among its training {task.examples}"
         )
     check_installed(trackers_named := trackers(config["trainer"].get("report_to")))
-    arguments = trainer_arguments(config["trainer"], task.trainer_defaults)
+    labels = config["data"].get("labels", CLASSES)
+    arguments = trainer_arguments(config["trainer"], {**task.trainer_defaults, **BEST[labels]})
     if config["data"].get("stage") == FINAL and arguments.load_best_model_at_end:
         raise ValueError(
             f"data.stage=final has its validation {task.examples} among its training {task.examples} and cannot choose "
@@ -318,7 +332,7 @@ def tell_splits(task: HFTask, prepared: Prepared, judged: bool) -> None:
         )
         for does, split in parts.items()
     }
-    tell_data(task.examples, splits, prepared.classes)
+    tell_data(task.examples, splits, prepared.classes, prepared.labels)
 
 
 def _size(dataset: Any, views: int) -> int | None:
@@ -332,7 +346,8 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
     """Test a trained model. Returns its results, without what only its files hold, and what the test found."""
     arguments = trainer.args
     prepared.finish(trainer.accelerator.unwrap_model(trainer.model))
-    tested = prepared.test(trainer) if prepared.test else test_classifier(prepared, trainer)
+    test = test_classifier if prepared.labels == CLASSES else test_labels
+    tested = prepared.test(trainer) if prepared.test else test(prepared, trainer)
     seconds, steps = trainer.clock.seconds(), trainer.state.global_step
     named, counted = count_classes(task, tested, prepared.classes)
     told = trainer.learning.messages if trainer.learning is not None else []
@@ -341,7 +356,7 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
         task=task.name,
         metrics={
             **tested.metrics,
-            **validation_metrics(trainer.state, arguments.load_best_model_at_end),
+            **validation_metrics(trainer.state, arguments.load_best_model_at_end, METRICS[prepared.labels]),
             **named,
         },
         config=config,
@@ -367,9 +382,10 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
 
 
 def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and details that follow from the class of each example; none without one."""
+    """Metrics and details that follow from the class of each example, or from what else its labels are."""
     if tested.labels is None:
-        return {}, {}
+        report = tested.report
+        return {}, {} if report is None else {**report.details(), "warnings": report.warnings("test")}
     counts = confusion_matrix(tested.labels, tested.predicted, len(classes))
     right = pack_correct(tested.labels, tested.predicted)
     details = {
@@ -392,6 +408,23 @@ def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
     logits, labels = prediction.predictions, prediction.label_ids
     report = ClassReport.of_logits(logits, labels, prepared.classes, prepared.test_views)
     return Tested(metrics, report.labels, report.predicted, report)
+
+
+def test_labels(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:
+    """How well several labels or numbers are found on the test examples, also by the moving average if there is one."""
+    kind = REPORTS[prepared.labels]
+    prediction = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
+    report = kind.of_logits(prediction.predictions, prediction.label_ids, prepared.classes)
+    if isinstance(report, SeveralReport):
+        judged = trainer.predict(prepared.datasets["validation"], metric_key_prefix="validation")
+        chosen = SeveralReport.of_logits(judged.predictions, judged.label_ids, prepared.classes)
+        report = replace(report, threshold=chosen.best_threshold())
+    own = report.metrics()
+    averaged = {f"test_ema_{name}": prediction.metrics.get(f"test_ema_{name}") for name in own}
+    measured = {f"test_{name}": value for name, value in own.items()}
+    return Tested(
+        {**measured, **{name: value for name, value in averaged.items() if value is not None}}, None, None, report
+    )
 
 
 def trainer_arguments(
@@ -479,6 +512,15 @@ def fill_cache(dataset: Any, show_progress: bool = False) -> None:
         dataset.fill_cache(show_progress=show_progress)
 
 
+def measure_of(
+    labels: str, classes: Sequence[str], top: Sequence[int] = (), views: int = 1
+) -> Callable[[Any], dict[str, float]]:
+    """What transformers' Trainer measures of examples that have such labels."""
+    if labels == CLASSES:
+        return partial(compute_metrics, views=views, top=top)
+    return validation_measure(labels, classes)
+
+
 def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) -> SparsePriorTrainer:
     """The Trainer of a run. One example of training and of the test is prepared first, so that what cannot be prepared
     shows before the start.
@@ -495,7 +537,7 @@ def make_trainer(prepared: Prepared, arguments: SparsePriorTrainingArguments) ->
         args=arguments,
         train_dataset=prepared.datasets["train"],
         eval_dataset=prepared.datasets["validation"],
-        compute_metrics=partial(compute_metrics, top=prepared.top),
+        compute_metrics=measure_of(prepared.labels, prepared.classes, prepared.top),
         train_sampler=prepared.train_sampler,
         train_collator=prepared.train_collator,
         data_collator=prepared.eval_collator,
@@ -516,11 +558,11 @@ def train(trainer: SparsePriorTrainer, checkpoint: str | None) -> None:
         raise RunStopped(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
 
 
-def validation_metrics(state: Any, best: bool) -> dict[str, float]:
+def validation_metrics(state: Any, best: bool, metric: str = "accuracy") -> dict[str, float]:
     """{"validation_accuracy": of the best epoch's weights or else the last step's}; {} if these were not judged."""
     step = state.best_global_step if best else state.global_step
-    judged = [entry for entry in state.log_history if "eval_accuracy" in entry and entry["step"] == step]
-    return {"validation_accuracy": judged[-1]["eval_accuracy"]} if judged else {}
+    judged = [entry for entry in state.log_history if f"eval_{metric}" in entry and entry["step"] == step]
+    return {f"validation_{metric}": judged[-1][f"eval_{metric}"]} if judged else {}
 
 
 def best_epoch(state: Any, arguments: Any) -> dict[str, Any] | None:
@@ -548,7 +590,7 @@ def tell_best_epoch(best: Mapping[str, Any] | None) -> str:
     if best is None:
         return "no epoch was chosen on validation: the weights of the last step are saved"
     metric, value = best["metric"].replace("_", " "), best["value"]
-    number = f"{value:.4f}" if metric.endswith("loss") else f"{100 * value:.2f} %"
+    number = f"{value:.4f}" if metric.endswith("loss") else metric_text(best["metric"], value)
     line = f"best epoch: {best['epoch']:.4g} of {best['epochs']:.4g}, {metric} {number}"
     return line if best["stopped_epoch"] is None else f"{line}; stopped early after epoch {best['stopped_epoch']:.4g}"
 
@@ -611,13 +653,13 @@ def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, tested: 
     heading = f"{results.details['prior']}, seed {results.seed}"
     task.draw_history(results.history, out / "curves.png", heading)
     pictures = ["curves.png"]
-    if "confusion" in results.details:
+    if tested.report is not None:
+        image = getattr(prepared.datasets["test"], "decoded_image", None)
+        pictures += tested.report.write(out, f"{heading}: {tested.report.headline()} on test", image=image)
+    elif "confusion" in results.details:
         title = f"{heading}: {100 * results.metrics[task.metric]:.2f} % on test"
-        if tested.report is not None:
-            pictures += tested.report.write(out, title, image=getattr(prepared.datasets["test"], "decoded_image", None))
-        else:
-            draw_confusion(np.array(results.details["confusion"]), prepared.classes, out / "confusion.png", title)
-            pictures.append("confusion.png")
+        draw_confusion(np.array(results.details["confusion"]), prepared.classes, out / "confusion.png", title)
+        pictures.append("confusion.png")
     results.details["pictures"] = [*pictures, *task.draw(out, prepared, tested.predicted, heading)]
 
 
@@ -640,7 +682,7 @@ def train_main(task: HFTask, argv: list[str] | None = None) -> int:
 def print_results(results: dict[str, Any], out: str) -> None:
     """What the terminal shows at the end of a run; runs of earlier versions may lack a part."""
     for name, value in results["metrics"].items():
-        print(f"{name}: " + ("not a number" if value is None else f"{100 * value:.2f} %"))
+        print(f"{name}: {metric_text(name, value)}")
     if (trained := results.get("trainable_parameters", results["parameters"])) != results["parameters"]:
         if trained > results["parameters"]:  # a head that is not saved, or what compression cut out
             print(f"{trained} parameters trained, of which the saved model keeps {results['parameters']}")

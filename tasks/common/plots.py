@@ -10,9 +10,11 @@ import numpy as np
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 
+JUDGED = ("accuracy", "mean_average_precision", "mean_absolute_error")  # on validation, by kind of labels
+
 
 def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) -> Path:
-    """Loss and validation accuracy over epochs, from results.json."""
+    """Loss and validation accuracy, or what else chooses the best epoch, over epochs, from results.json."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for key, label, colour in (("loss", "training", INK), ("validation_loss", "validation", ACCENT)):
@@ -23,13 +25,14 @@ def draw_history(history: Sequence[dict[str, Any]], path: Path, heading: str) ->
     left.set_ylabel("loss")
     if left.lines:
         left.legend(frameon=False)
-    points = [
-        (entry["epoch"], 100 * entry["validation_accuracy"]) for entry in history if "validation_accuracy" in entry
-    ]
+    name = next((name for name in JUDGED for entry in history if f"validation_{name}" in entry), JUDGED[0])
+    factor, unit = (1, "") if name == "mean_absolute_error" else (100, ", %")
+    key = f"validation_{name}"
+    points = [(entry["epoch"], factor * entry[key]) for entry in history if key in entry]
     if points:
         right.plot(*zip(*points, strict=True), color=ACCENT)
     right.set_xlabel("epoch")
-    right.set_ylabel("validation accuracy, %")
+    right.set_ylabel(key.replace("_", " ") + unit)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
@@ -86,6 +89,49 @@ def draw_confusion(
     axis.set_title(heading, fontsize=10)
     if calibration is not None:
         _draw_calibration(further[0], calibration)
+    return save(figure, path)
+
+
+def draw_pairs(counts: np.ndarray, classes: Sequence[str], path: Path, heading: str, calibration: np.ndarray) -> Path:
+    """Of several labels an image a matrix for each class, at most 30, and calibration (`calibration_bins`).
+
+    `counts`: (classes, 2, 2), whether examples have the label and whether it is given.
+    """
+    plt = pyplot()
+    shown = min(len(classes), 30)
+    columns = min(6, shown)
+    rows = -(-shown // columns)
+    figure = plt.figure(figsize=(1.7 * columns + 3.8, max(1.9 * rows, 3.4)), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=[1.7 * columns, 3.8])
+    for axis, name, own in zip(left.subplots(rows, columns, squeeze=False).flat, classes, counts, strict=False):
+        axis.imshow(own / np.maximum(own.sum(1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
+        for row, column in np.ndindex(2, 2):
+            colour = "white" if own[row, column] > own[row].sum() / 2 else INK
+            axis.text(column, row, own[row, column], ha="center", va="center", fontsize=8, color=colour)
+        axis.set_title(name[:20], fontsize=8)
+        axis.set_xticks((0, 1), ("no", "given"), fontsize=7)
+        axis.set_yticks((0, 1), ("no", "has"), fontsize=7)
+    for axis in left.axes[shown:]:
+        axis.set_axis_off()
+    _draw_calibration(right.subplots(), calibration)
+    figure.suptitle(heading, fontsize=10)
+    return save(figure, path)
+
+
+def draw_fit(true: np.ndarray, found: np.ndarray, names: Sequence[str], path: Path, heading: str) -> Path:
+    """Numbers (examples, numbers) as they are and as a model found them, a panel each, at most 12."""
+    plt = pyplot()
+    columns = min(4, len(names))
+    rows = -(-min(len(names), 12) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 3.2 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis, name, own, seen in zip(axes.flat, names, true.T, found.T, strict=False):
+        axis.axline((own.mean(), own.mean()), slope=1, color="0.7", linewidth=1)
+        axis.scatter(own, seen, s=10, alpha=0.6, color=ACCENT)
+        axis.set(xlabel=f"{name[:20]}, true", ylabel="found")
+        axis.grid(alpha=0.25)
+    figure.suptitle(heading, fontsize=10)
     return save(figure, path)
 
 

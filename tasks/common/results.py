@@ -153,6 +153,17 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+# Metrics that are no shares, by the end of their names.
+PLAIN = ("loss", "mean_absolute_error", "root_mean_squared_error", "r2")
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """A metric for people: shares in percent."""
+    if value is None:
+        return "not a number"
+    return f"{value:.4g}" if name.endswith(PLAIN) else f"{100 * value:.2f} %"
+
+
 def print_warnings(results: Mapping[str, Any]) -> None:
     """What results say of a run that learned nothing, a line each."""
     for message in results.get("warnings", ()):

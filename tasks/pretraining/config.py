@@ -16,7 +16,7 @@ from typing import Any
 from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer
 from tasks.common.config import FINAL, Config, check_known, check_trainer, trainer_keys
 from tasks.common.images.augmentation import EVAL_CROP_RATIOS, check_range
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import CLASSES, DataConfig
 from tasks.common.images.model import check_model, model_keys
 from tasks.common.images.sections import field_names
 from tasks.pretraining.crops import CropConfig, check_share
@@ -148,6 +148,8 @@ def check_config(config: Config) -> Config:
     for section, keys in known.items():
         check_known(config.setdefault(section, {}), keys, f"section {section!r}")
     data = DataConfig(**config["data"])
+    if data.labels != CLASSES:
+        raise ValueError(f"data.labels={data.labels!r}: k-NN asks for one class an image")
     if data.streaming:
         raise ValueError("data.streaming=true: k-NN needs all training images at hand; set data.streaming=false")
     CropConfig(**config["crops"])

@@ -39,6 +39,12 @@ STORED_ORIENTATION = ("tiny_imagenet", "imagenet", "vtab")
 PUBLISHED_VALIDATION = ("tiny_imagenet", "imagenet")
 
 
+# What an image has: one of the classes, several of them or none, or numbers.
+LABELS = CLASSES, SEVERAL, NUMBERS = "classes", "several", "numbers"
+PROBLEMS = {CLASSES: None, SEVERAL: "multi_label_classification", NUMBERS: "regression"}  # transformers' problem_type
+METRICS = {CLASSES: "accuracy", SEVERAL: "mean_average_precision", NUMBERS: "mean_absolute_error"}
+
+
 # Fields that mean nothing to other sources than these.
 SOURCES_OF = {
     "config_name": ("hub",),
@@ -74,6 +80,10 @@ class DataConfig:
         are not the usual ones or not all are wanted; null: the usual ones.
     image_column, label_column: for tables and CSV files; null: the only column that can be meant. For cifar100
         label_column is fine (null) or coarse.
+    labels: "classes": an image is of one class. Of CSV files also "several": of several classes or none, written as
+        names with ; or | between them in one column, or as 0 and 1 in a column for each class; and "numbers": a column
+        for each number that the model learns. label_column may then be a list of columns; null: one with a usual name,
+        or else all columns but those of images and splits.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
     task: for vtab, one of its 19 tasks.
     stage: "final": train on the training and the validation images and test on the test images. The validation images
@@ -105,7 +115,8 @@ class DataConfig:
     revision: str | None = None
     splits: dict[str, str] | None = None
     image_column: str | None = None
-    label_column: str | None = None
+    labels: str = CLASSES
+    label_column: str | list[str] | None = None
     classes: str | None = None
     task: str | None = None
     stage: str | None = None
@@ -133,6 +144,7 @@ class DataConfig:
             "corrupt": ("fatal", "skip", "unchecked"),
             "task": (*TASKS, None),
             "stage": (*STAGES, None),
+            "labels": LABELS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -173,8 +185,21 @@ class DataConfig:
             raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
         if self.source not in ("digits", "fashion_mnist") and not self.path:
             raise ValueError(f"data.source={self.source!r} needs data.path")
+        if self.labels != CLASSES and self.source != "csv":
+            raise ValueError(f"data.labels={self.labels!r} is for data.source csv, not {self.source}")
+        if self.labels == NUMBERS and self.classes is not None:
+            raise ValueError(f"data.classes={self.classes!r} is not for data.labels=numbers, which have no classes")
+        columns = self.label_column
+        if isinstance(columns, list) and (
+            self.labels == CLASSES or not columns or not all(isinstance(name, str) and name for name in columns)
+        ):
+            raise ValueError(
+                f"data.label_column={columns!r} must be text, or with data.labels several or numbers a list"
+            )
         for name in ("path", "config_name", "revision", "image_column", "label_column", "classes"):
             value = getattr(self, name)
+            if name == "label_column" and isinstance(value, list):
+                continue
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"data.{name}={value!r} must be text")
         if self.source == "digits" and self.path is not None:

@@ -18,7 +18,7 @@ from tasks.common.command import tell_passed_over
 from tasks.common.config import FINAL
 from tasks.common.images.augmentation import Augmentation
 from tasks.common.images.config import DataConfig
-from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt
+from tasks.common.images.sources import READERS, SPLITS, ImageData, Images, balanced_subset, drop_corrupt, strata
 
 CACHE_LIMIT = 1 << 30
 
@@ -46,7 +46,7 @@ def load_data(config: DataConfig, whole: str | None = None) -> ImageData:
         if limit is not None:
             if limit > len(images):
                 raise ValueError(f"data.limit_{split}={limit} must be at most the {len(images)} images of the split")
-            data.splits[split] = images.subset(balanced_subset(images.labels, limit, config.split_seed))
+            data.splits[split] = images.subset(balanced_subset(strata(images.labels), limit, config.split_seed))
     return data
 
 
@@ -59,7 +59,7 @@ def _cut_splits(data: ImageData, config: DataConfig) -> None:
     for split, fraction in (("test", config.test_fraction), ("validation", config.validation_fraction)):
         if split not in data.splits:
             train = data.splits["train"]
-            kept, cut = stratified_cut(train.labels, fraction / left, config.split_seed)
+            kept, cut = stratified_cut(strata(train.labels), fraction / left, config.split_seed)
             data.splits["train"], data.splits[split] = train.subset(kept), train.subset(cut)
             data.cut[split] = total
             data.origins[split] = f"{100 * fraction:g} % cut from train"
@@ -138,7 +138,8 @@ class Preparation:
 
 
 class ImageDataset(Dataset):
-    """A split as a torch dataset of {"pixel_values": (channels, height, width) float32, "labels": int}.
+    """A split as a torch dataset of {"pixel_values": (channels, height, width) float32, "labels": int, or of several
+    labels or numbers (classes,) float32}.
 
     Images that are not augmented are prepared once, if the results fit in memory. Of augmented images the decoded ones
     are kept, if they fit. The dataset is then indexed by a `Draw`, and a sample carries its draw.
@@ -202,7 +203,9 @@ class ImageDataset(Dataset):
             self.fill_cache()
         draw, index = (item, item.index) if isinstance(item, Draw) else (None, int(item))
         pixels, view = self._pixel_values(index, draw)
-        sample: dict[str, Any] = {"pixel_values": pixels, "labels": int(self.images.labels[index])}
+        label = self.images.labels[index]
+        target = int(label) if np.ndim(label) == 0 else torch.from_numpy(label.astype(np.float32))
+        sample: dict[str, Any] = {"pixel_values": pixels, "labels": target}
         if self.label_maps is not None:
             sample["label_map"] = (*self.label_maps.read(index), torch.from_numpy(view[:2]).float())
         return sample if draw is None else {**sample, "draw": draw}

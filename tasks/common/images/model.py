@@ -17,10 +17,15 @@ from tasks.common.models import FAMILY_KEYS, alike_across_priors, section_family
 MODEL_EXTRAS = (*FAMILY_KEYS, "classifier_init_std")
 
 
-def build_model(model: dict[str, Any], classes: Sequence[str]) -> Any:
+def build_model(model: dict[str, Any], classes: Sequence[str], problem: str | None = None) -> Any:
     """The model of a configuration's `model` section, from scratch or from a saved folder.
 
     A model from a folder may have another prior, other classes and another image size (`load_changed_model`).
+
+    Args:
+        model: the section.
+        classes: names of the classes, or of the numbers.
+        problem: transformers' `problem_type`; None: one class an image.
 
     Raises:
         ValueError: for bad options, or a folder that does not fit them.
@@ -32,6 +37,7 @@ def build_model(model: dict[str, Any], classes: Sequence[str]) -> Any:
         raise ValueError(f"model.preset={preset!r} and model.pretrained={pretrained!r} exclude each other")
     options["id2label"] = dict(enumerate(classes))
     options["label2id"] = {name: index for index, name in enumerate(classes)}
+    options["problem_type"] = problem
     if pretrained:
         check_saved_folder(pretrained, "model.pretrained")
         built = _from_folder(pretrained, section_family(model).image_classifier, options)

@@ -20,7 +20,7 @@ from tasks.common.config import (
     trainer_keys,
 )
 from tasks.common.images.augmentation import AugmentationConfig
-from tasks.common.images.config import DataConfig
+from tasks.common.images.config import CLASSES, METRICS, DataConfig
 from tasks.common.images.model import check_classifier_init_std, model_keys
 from tasks.common.run_folder import stored_config
 
@@ -50,12 +50,12 @@ def check_image_sections(config: Config) -> Config:
     }
     for section, keys in known.items():
         check_known(config.setdefault(section, {}), keys, f"section {section!r}")
-    DataConfig(**config["data"])
+    labels = DataConfig(**config["data"]).labels
     AugmentationConfig(**config["augmentation"])
     check_classifier_init_std(config["model"])
     if "label_smoothing_factor" in config["trainer"]:
         raise ValueError("trainer.label_smoothing_factor does not go with mixup; use augmentation.label_smoothing")
-    check_trainer(config["trainer"])
+    check_trainer(config["trainer"], METRICS[labels])
     return config
 
 
@@ -75,7 +75,8 @@ def load_data_section(model: Path, file: str | None = None, overrides: Sequence[
     own = {"data": dict(config.get("data", {}))}
     apply_overrides(own, overrides, sections=("data",))
     check_known(own["data"], field_names(DataConfig), "section 'data'")
-    DataConfig(**own["data"])
+    if (labels := DataConfig(**own["data"]).labels) != CLASSES:
+        raise ValueError(f"data.labels={labels!r} is not for analyses, which ask for one class an image")
     return own["data"]
 
 

@@ -30,7 +30,8 @@ def read_split(config: Config, split: str, model: Any, folder: Path) -> Split:
     data = load_split(data_config, split, is_other_data(config, folder))
     print(f"measures {part(data, data_config, split)}", flush=True)
     preparation = Preparation(processor, model.config.num_channels)
-    return Split(ImageDataset(data.splits[split], preparation, data_config.cache), data.classes, data.description)
+    images = ImageDataset(data.splits[split], preparation, data_config.cache)
+    return Split(images, data.classes, data.description, labels=data_config.labels)
 
 
 def part(data: ImageData, config: DataConfig, split: str) -> str:

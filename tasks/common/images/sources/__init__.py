@@ -7,7 +7,15 @@ from collections.abc import Callable
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.sources.arrays import read_cifar10, read_cifar100, read_digits, read_fashion_mnist, read_mnist
 from tasks.common.images.sources.folders import read_csv, read_image_folder, read_imagenet, read_tiny_imagenet
-from tasks.common.images.sources.images import PIPELINE, SPLIT_NAMES, ImageData, Images, balanced_subset, decode
+from tasks.common.images.sources.images import (
+    PIPELINE,
+    SPLIT_NAMES,
+    ImageData,
+    Images,
+    balanced_subset,
+    decode,
+    strata,
+)
 from tasks.common.images.sources.scan import drop_corrupt, find_corrupt
 from tasks.common.images.sources.streams import StreamData, row_name, stream_data
 from tasks.common.images.sources.tables import decode_row, read_arrow, read_hub, read_parquet
@@ -43,5 +51,6 @@ __all__ = [
     "drop_corrupt",
     "find_corrupt",
     "row_name",
+    "strata",
     "stream_data",
 ]

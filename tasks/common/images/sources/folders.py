@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from accelerate import PartialState
 
 from hf_sparseprior.cli.image_files import (
@@ -22,7 +23,7 @@ from hf_sparseprior.cli.image_files import (
     is_image,
 )
 from tasks.common.command import short, shown
-from tasks.common.images.config import SPLITS, DataConfig
+from tasks.common.images.config import CLASSES, NUMBERS, SPLITS, DataConfig
 from tasks.common.images.sources.images import (
     LONGEST_NAME,
     ImageData,
@@ -33,8 +34,10 @@ from tasks.common.images.sources.images import (
     file_images,
     is_split,
     is_whole_number,
+    number_labels,
     pick_splits,
     read_classes,
+    several_labels,
 )
 
 IMAGE_COLUMNS = ("image", "path", "file", "file_name", "filename", "filepath", "image_path")
@@ -147,11 +150,15 @@ def read_csv(config: DataConfig) -> ImageData:
     origins = {split: own.name for split, own in tables.items()}
     if root.is_file() and rows["train"].splits is not None:
         rows, origins = _by_split(rows["train"], config, root)
-    values: dict[str, Sequence[object]] = {split: own.labels for split, own in rows.items()}
     names = read_classes(config.classes) if config.classes else None
+    if config.labels != CLASSES:
+        classes, targets = _targets(rows, names, config)
+        images = {split: file_images(own.files, targets[split], config.decoding) for split, own in rows.items()}
+        return ImageData(images, classes, f"images of {root.name} ({counts(images)})", passed_over, origins)
+    values: dict[str, Sequence[object]] = {split: [text for (text,) in own.labels] for split, own in rows.items()}
     kinds = _kinds(list(rows.values()))
     if not kinds[False] and not set(kinds[True]) <= set(names or ()):
-        values = {split: [int(label) for label in own.labels] for split, own in rows.items()}
+        values = {split: [int(label) for (label,) in own.labels] for split, own in rows.items()}
     elif names is None and kinds[False] and kinds[True] and PartialState().is_main_process:
         label, place = next(iter(kinds[False].items()))
         print(f"{place}: label {shown(label)} is no whole number, so all labels are names", flush=True)
@@ -165,26 +172,43 @@ class _Rows:
     """Of each row of a CSV file its image, label and place, and its split if there is a column of them."""
 
     files: list[str]
-    labels: list[str]
+    labels: list[tuple[str, ...]]  # the texts in `columns`
     places: list[str]
     splits: list[str] | None
+    columns: list[str]
 
     def of_split(self, name: str) -> _Rows:
         """The rows that the column of splits gives this name."""
         chosen = [index for index, own in enumerate(self.splits or ()) if own == name]
-        files, labels, places = (
-            [values[index] for index in chosen] for values in (self.files, self.labels, self.places)
-        )
-        return _Rows(files, labels, places, None)
+        files, places = ([values[index] for index in chosen] for values in (self.files, self.places))
+        return _Rows(files, [self.labels[index] for index in chosen], places, None, self.columns)
 
 
 def _kinds(rows: Sequence[_Rows]) -> dict[bool, dict[str, str]]:
     """The different labels that are whole numbers (True) and that are not, each with the place of a row that has it."""
     kinds: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for own in rows:
-        for label, place in zip(own.labels, own.places, strict=True):
+        for (label,), place in zip(own.labels, own.places, strict=True):
             kinds[is_whole_number(label)].setdefault(label, place)
     return kinds
+
+
+def _targets(
+    rows: Mapping[str, _Rows], names: Sequence[str] | None, config: DataConfig
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Names and labels of several classes an image, or of numbers."""
+    columns = rows["train"].columns
+    for own in rows.values():
+        if own.columns != columns:
+            raise ValueError(f"{own.places[0]}: the columns of labels are {own.columns}, and {columns} in train")
+    values = {split: own.labels for split, own in rows.items()}
+
+    def place(split: str, index: int) -> str:
+        return rows[split].places[index]
+
+    if config.labels == NUMBERS:
+        return list(columns), number_labels(values, columns, place)
+    return several_labels(values, columns, names, place)
 
 
 def _by_split(rows: _Rows, config: DataConfig, table: Path) -> tuple[dict[str, _Rows], dict[str, str]]:
@@ -205,18 +229,18 @@ def _read_table(table: Path, config: DataConfig) -> _Rows:
             rows = csv.DictReader(file, strict=True)
             columns = list(rows.fieldnames or [])
             image = _column(columns, config.image_column, "image_column", IMAGE_COLUMNS, table)
-            label = _column(columns, config.label_column, "label_column", LABEL_COLUMNS, table)
             split = next((name for name in columns if name.strip().lower() == SPLIT_COLUMN), None)
+            chosen = _label_columns(columns, config, {image, split}, table)
             for row in rows:
-                path, value = (row[image] or "").strip(), (row[label] or "").strip()
+                path, value = (row[image] or "").strip(), tuple((row[name] or "").strip() for name in chosen)
                 splits += [(row[split] or "").strip()] if split is not None else []
                 files.append(str(table.parent / path))
                 labels.append(value)
                 places.append(f"{table}, line {rows.line_num}")
                 if not path:
                     problems.append(f"line {rows.line_num}: no {image}")
-                elif not value:
-                    problems.append(f"line {rows.line_num}: no {label}")
+                elif config.labels == CLASSES and not value[0]:
+                    problems.append(f"line {rows.line_num}: no {chosen[0]}")
                 elif not os.path.isfile(files[-1]):
                     problems.append(f"line {rows.line_num}: {_named(files[-1])} does not exist")
     except (csv.Error, UnicodeDecodeError) as error:
@@ -225,7 +249,20 @@ def _read_table(table: Path, config: DataConfig) -> _Rows:
         raise ValueError(f"{table}, {problems[0]} ({len(problems)} of {len(files)} rows are bad)")
     if not files:
         raise ValueError(f"{table} has no rows")
-    return _Rows(files, labels, places, splits if split is not None else None)
+    return _Rows(files, labels, places, splits if split is not None else None, chosen)
+
+
+def _label_columns(columns: Sequence[str], config: DataConfig, others: set[str | None], table: Path) -> list[str]:
+    """The columns of labels; `others` have something else."""
+    named = config.label_column
+    if isinstance(named, list):
+        return [_column(columns, name, "label_column", LABEL_COLUMNS, table) for name in named]
+    usual = [name for name in columns if name.strip().lower() in LABEL_COLUMNS]
+    if config.labels == CLASSES or named is not None or len(usual) == 1:
+        return [_column(columns, named, "label_column", LABEL_COLUMNS, table)]
+    if left := [name for name in columns if name not in others]:
+        return left
+    raise ValueError(f"{table}: no column of labels, only {columns}")
 
 
 def _named(path: str) -> str:

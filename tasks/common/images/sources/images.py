@@ -36,7 +36,8 @@ class Images:
     """One split, whose images are read one at a time. Everything in it can be sent to another process.
 
     read: index -> PIL image, 8-bit RGB; raises OSError with the image's name if it cannot be read.
-    labels: (count,) int64, each image's class.
+    labels: (count,) int64, each image's class; (count, classes) uint8, 1 for each of several; or (count, numbers)
+        float32.
     name: index -> how errors call the image: its file, or "train row 12" of a table.
     stamp: index -> text that changes when the stored image does; None: unknown, then a scan for damage is not kept.
     checked: True if no image can be damaged, because all were made from arrays that were checked when read.
@@ -126,11 +127,11 @@ def decode(source: bytes | str, name: str, decoding: Decoding = PIPELINE) -> Any
 
 
 def file_images(files: Sequence[str], labels: Sequence[int] | np.ndarray, decoding: Decoding) -> Images:
-    """Images in files of their own."""
+    """Images in files of their own; `labels` as in `Images`."""
     files = list(files)
     return Images(
         partial(_read_file, files, decoding),
-        np.array(labels, dtype=np.int64),
+        labels if isinstance(labels, np.ndarray) else np.array(labels, dtype=np.int64),
         files.__getitem__,
         partial(_stamp_of, files, decoding),
     )
@@ -331,6 +332,99 @@ def encode_labels(
             except ValueError as error:
                 raise ValueError(f"{row(split, index)}: {error}") from None
     return list(classes), labels
+
+
+def several_labels(
+    values: Mapping[str, Sequence[Sequence[str]]],
+    columns: Sequence[str],
+    classes: Sequence[str] | None,
+    row: Callable[[str, int], str],
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Several labels an image, as a table writes them.
+
+    Args:
+        values: each split's rows, their texts in `columns`: of one column names with ; or | between them, of several
+            0 or 1 for the class that a column is named after.
+        columns: names.
+        classes: class names in order; None: the sorted names of the training images, or the columns.
+        row: (split, index) -> what errors call a row.
+
+    Returns:
+        class names; each split's labels, (count, classes) uint8.
+
+    Raises:
+        ValueError: for another text; the message names its row.
+    """
+    if len(columns) > 1:
+        if classes is not None and list(classes) != list(columns):
+            raise ValueError(f"data.classes has {short(classes)}, and the columns are {short(columns)}")
+        return list(columns), {split: _flags(own, columns, partial(row, split)) for split, own in values.items()}
+    names = {split: [_names(own[0]) for own in rows] for split, rows in values.items()}
+    known = list(classes) if classes is not None else sorted(set().union(*names["train"]))
+    if len(known) < 2:
+        raise ValueError(
+            f"{row('train', 0)}: column {columns[0]!r} must hold two or more different labels, not {known}"
+        )
+    labels = {split: np.zeros((len(own), len(known)), np.uint8) for split, own in names.items()}
+    index_of = {name: index for index, name in enumerate(known)}
+    for split, own in names.items():
+        for index, found in enumerate(own):
+            if unknown := [name for name in found if name not in index_of]:
+                raise ValueError(
+                    f"{row(split, index)}: label {shown(unknown[0])} is not among the classes {short(known)}"
+                )
+            labels[split][index, [index_of[name] for name in found]] = 1
+    return known, labels
+
+
+def _names(text: str) -> list[str]:
+    return [name for part in re.split("[;|]", text) if (name := part.strip())]
+
+
+def _flags(rows: Sequence[Sequence[str]], columns: Sequence[str], row: Callable[[int], str]) -> np.ndarray:
+    meanings = {"0": 0, "1": 1, "false": 0, "true": 1, "0.0": 0, "1.0": 1}
+    labels = np.empty((len(rows), len(columns)), np.uint8)
+    for index, own in enumerate(rows):
+        for place, (column, text) in enumerate(zip(columns, own, strict=True)):
+            if (value := meanings.get(text.lower())) is None:
+                raise ValueError(f"{row(index)}: {column}={shown(text)} must be 0 or 1")
+            labels[index, place] = value
+    return labels
+
+
+def number_labels(
+    values: Mapping[str, Sequence[Sequence[str]]], columns: Sequence[str], row: Callable[[str, int], str]
+) -> dict[str, np.ndarray]:
+    """Numbers as a table writes them: each split's, (count, columns) float32; arguments as in `several_labels`.
+
+    Raises:
+        ValueError: for a text that is no finite number; the message names its row.
+    """
+    labels = {split: np.empty((len(own), len(columns)), np.float32) for split, own in values.items()}
+    for split, rows in values.items():
+        for index, own in enumerate(rows):
+            for place, (column, text) in enumerate(zip(columns, own, strict=True)):
+                try:
+                    labels[split][index, place] = float(text)
+                except ValueError:
+                    labels[split][index, place] = np.nan
+                if not np.isfinite(labels[split][index, place]):
+                    raise ValueError(f"{row(split, index)}: {column}={shown(text)} must be a finite number")
+    return labels
+
+
+def strata(labels: np.ndarray) -> np.ndarray:
+    """(count,) int64: what cuts and limits take the same share of, from labels as in `Images`: the class; of several
+    the rarest, -1 for none; of numbers the tenth of the images that the first number is in.
+    """
+    if labels.ndim == 1:
+        return labels
+    if labels.dtype == np.uint8:
+        rarity = np.where(labels > 0, labels.sum(0), np.iinfo(np.int64).max)
+        return np.where(labels.any(1), rarity.argmin(1), -1)
+    ranks = np.empty(len(labels), np.int64)
+    ranks[np.argsort(labels[:, 0], kind="stable")] = np.arange(len(labels))
+    return 10 * ranks // len(labels)
 
 
 def class_indices(classes: Sequence[str]) -> dict[Any, int]:
