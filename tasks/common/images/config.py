@@ -82,8 +82,8 @@ class DataConfig:
         label_column is fine (null) or coarse.
     labels: "classes": an image is of one class. Of CSV files also "several": of several classes or none, written as
         names with ; or | between them in one column, or as 0 and 1 in a column for each class; and "numbers": a column
-        for each number that the model learns. label_column may then be a list of columns; null: one with a usual name,
-        or else all columns but those of images and splits.
+        for each number that the model learns. label_columns: the columns of these; null: `label_column`, or one with a
+        usual name, or else all columns but those of images and splits.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
     task: for vtab, one of its 19 tasks.
     stage: "final": train on the training and the validation images and test on the test images. The validation images
@@ -116,7 +116,8 @@ class DataConfig:
     splits: dict[str, str] | None = None
     image_column: str | None = None
     labels: str = CLASSES
-    label_column: str | list[str] | None = None
+    label_column: str | None = None
+    label_columns: list[str] | None = None
     classes: str | None = None
     task: str | None = None
     stage: str | None = None
@@ -189,17 +190,15 @@ class DataConfig:
             raise ValueError(f"data.labels={self.labels!r} is for data.source csv, not {self.source}")
         if self.labels == NUMBERS and self.classes is not None:
             raise ValueError(f"data.classes={self.classes!r} is not for data.labels=numbers, which have no classes")
-        columns = self.label_column
-        if isinstance(columns, list) and (
-            self.labels == CLASSES or not columns or not all(isinstance(name, str) and name for name in columns)
-        ):
-            raise ValueError(
-                f"data.label_column={columns!r} must be text, or with data.labels several or numbers a list"
-            )
+        if (columns := self.label_columns) is not None:
+            if not isinstance(columns, list) or not columns or not all(isinstance(own, str) and own for own in columns):
+                raise ValueError(f"data.label_columns={columns!r} must be a list of names")
+            if self.labels == CLASSES or self.label_column is not None:
+                raise ValueError(
+                    f"data.label_columns={columns} is for data.labels several or numbers, in place of data.label_column"
+                )
         for name in ("path", "config_name", "revision", "image_column", "label_column", "classes"):
             value = getattr(self, name)
-            if name == "label_column" and isinstance(value, list):
-                continue
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"data.{name}={value!r} must be text")
         if self.source == "digits" and self.path is not None:

@@ -80,7 +80,7 @@ def test_numbers_are_read_and_columns_may_be_chosen(photos):
     path = str(photos / "numbers.csv")
     both = READERS["csv"](DataConfig(source="csv", path=path, labels="numbers"))
     assert both.classes == ["red size", "green size"] and both.splits["train"].labels.dtype == np.float32
-    one = READERS["csv"](DataConfig(source="csv", path=path, labels="numbers", label_column=["green size"]))
+    one = READERS["csv"](DataConfig(source="csv", path=path, labels="numbers", label_columns=["green size"]))
     np.testing.assert_array_equal(one.splits["train"].labels, both.splits["train"].labels[:, 1:])
     assert one.classes == ["green size"]
 
@@ -134,7 +134,9 @@ def test_a_label_of_no_class_is_named(photos):
         ({"data": {"labels": "many"}}, "data.labels='many' must be one of classes, several, numbers"),
         ({"data": {"labels": "several", "source": "imagefolder"}}, "data.labels='several' is for data.source csv"),
         ({"data": {"labels": "numbers", "classes": "c.txt"}}, "data.classes='c.txt' is not for data.labels=numbers"),
-        ({"data": {"label_column": ["a"]}}, "data.label_column=\\['a'\\] must be text, or with data.labels"),
+        ({"data": {"label_columns": "a"}}, "data.label_columns='a' must be a list of names"),
+        ({"data": {"label_columns": ["a"], "labels": "classes"}}, "is for data.labels several or numbers, in place of"),
+        ({"data": {"label_columns": ["a"], "label_column": "b"}}, "is for data.labels several or numbers, in place of"),
         ({"augmentation": {"balance": "sampling"}}, "augmentation.balance=sampling asks for one class an image"),
         ({"augmentation": {"label_smoothing": 0.1}}, "augmentation.label_smoothing=0.1 asks for one class"),
         ({"data": {"labels": "numbers"}, "augmentation": {"mixup": 0.8}}, "augmentation.mixup=0.8 asks for one class"),
@@ -202,11 +204,11 @@ def test_rows_of_comparisons_have_one_class_an_image(tmp_path):
 
     shared = {name: {} for name in CLASSIFICATION.sections}
     shared["data"] = {"source": "csv", "path": "table.csv", "labels": "numbers"}
-    with pytest.raises(ValueError, match="data.labels='numbers' cannot be compared"):
+    with pytest.raises(ValueError, match=r"data\.labels='numbers' cannot be compared"):
         variant_configs(CLASSIFICATION, {"dense": {}}, shared, [], {}, "file.yaml")
 
 
 def test_a_column_of_a_list_is_given_on_the_command_line(tmp_path):
     (tmp_path / "run.yaml").write_text("data: {source: csv, path: t.csv, labels: numbers}\n")
-    config = load_config(tmp_path / "run.yaml", ["data.label_column=[age, size]"])
-    assert config["data"]["label_column"] == ["age", "size"]
+    config = load_config(tmp_path / "run.yaml", ["data.label_columns=[age, size]"])
+    assert config["data"]["label_columns"] == ["age", "size"]

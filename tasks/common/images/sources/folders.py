@@ -254,9 +254,9 @@ def _read_table(table: Path, config: DataConfig) -> _Rows:
 
 def _label_columns(columns: Sequence[str], config: DataConfig, others: set[str | None], table: Path) -> list[str]:
     """The columns of labels; `others` have something else."""
+    if config.label_columns is not None:
+        return [_column(columns, name, "label_columns", LABEL_COLUMNS, table) for name in config.label_columns]
     named = config.label_column
-    if isinstance(named, list):
-        return [_column(columns, name, "label_column", LABEL_COLUMNS, table) for name in named]
     usual = [name for name in columns if name.strip().lower() in LABEL_COLUMNS]
     if config.labels == CLASSES or named is not None or len(usual) == 1:
         return [_column(columns, named, "label_column", LABEL_COLUMNS, table)]
