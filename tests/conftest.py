@@ -7,10 +7,12 @@ Processes that tests start do not see it. Nothing else in the tests uses Triton 
 """
 
 import gc
+import itertools
 import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +76,18 @@ class FailuresAtOnce:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = str(crash.message if crash else report.longrepr).partition("\n")[0]
             terminal.write_line(f"\nFAILED {report.nodeid} - {message[:300]}")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Of a run of many minutes, the files that took longest: which test of a file trains what all share is chance."""
+    seconds = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if type(report) is pytest.TestReport:  # those of subtests are part of their test's
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if seconds.total() > 300:
+        terminalreporter.section(f"seconds by file, {seconds.total():.0f} in all")
+        for file, number in seconds.most_common(60):
+            terminalreporter.write_line(f"{number:6.0f} {file}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,8 +8,6 @@ from itertools import chain
 
 import pytest
 
-from tests.processes import run_script
-
 UNWANTED = ["torchvision", "timm", "mmcv", "mmengine", "mmseg", "mmdet", "matplotlib", "datasets", "sklearn", "peft"]
 
 # transformers loads a part of torch and of itself only when PreTrainedModel is imported. Any package that registers a
@@ -53,13 +51,13 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_import_prints_nothing(report):
+def test_import_is_silent_and_light(report):
+    """It prints nothing, loads nothing that is not needed, leaves global state alone, and every public name exists."""
     assert report["printed"] == ""
-
-
-def test_import_takes_nothing_that_is_not_needed(report):
     imported = {name.partition(".")[0] for name in report["modules"]}
     assert "hf_sparseprior" in imported and not imported & set(UNWANTED)
+    assert report["random"] and report["logging"] and report["dtype"] == "torch.float32"
+    assert report["all"] == []
 
 
 def test_import_is_quick(report, tmp_path):
@@ -71,27 +69,9 @@ def test_import_is_quick(report, tmp_path):
     assert any(attempt["package"] < 0.15 * attempt["transformers"] for attempt in attempts)
 
 
-def test_import_leaves_global_state_alone(report):
-    assert report["random"] and report["logging"] and report["dtype"] == "torch.float32"
-
-
-def test_every_public_name_exists(report):
-    assert report["all"] == []
-
-
-@pytest.mark.slow
-def test_log_level_comes_from_the_environment(tmp_path):
-    script = """
-import torch
-from hf_sparseprior.attention.functional import attention
-attention(*torch.randn(3, 1, 2, 16, 4), support="fibottention")
-"""
-    done = run_script(script, folder=tmp_path, package=True, environment={"SPARSEPRIOR_LOG": "debug"})
-    assert done.stdout == "" and "hf_sparseprior.ops: layer 0: " in done.stderr
-
-
 WITHOUT = """
 import os, signal, sys, tempfile
+sys.modules["PIL"] = None  # as if it were not installed
 import torch
 from transformers import PreTrainedModel
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):
@@ -101,6 +81,7 @@ for name in ("fork", "getuid", "killpg", "sched_getaffinity", "setsid", "O_NONBL
 for name in ("SIGALRM", "SIGHUP", "SIGKILL", "SIGUSR1"):
     delattr(signal, name)
 import hf_sparseprior as sp
+from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.kernels import build
 sys.platform = "win32"
 sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=2)
@@ -115,30 +96,16 @@ try:
     sp.onnx_library()
 except RuntimeError as error:
     assert str(error) == "no operators for ONNX Runtime: they are not built on win32", error
+attention(*torch.randn(3, 1, 2, 16, 4), support="fibottention")
 """
 
 
-def test_it_runs_without_what_windows_lacks():
-    """Modules, functions and signals alone: torch and transformers are those of this system."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+def test_it_runs_without_pillow_and_what_windows_lacks_and_logs_as_the_environment_says():
+    """Modules, functions and signals alone: torch and transformers are those of this system.
+
+    The package does not ask for Pillow.
+    """
+    environment = {**os.environ, "SPARSEPRIOR_LOG": "debug"}
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-WITHOUT_PILLOW = """
-import sys
-sys.modules["PIL"] = None  # as if it were not installed
-import torch, hf_sparseprior as sp
-sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=2)
-model = sp.SparsePriorViTModel(sp.SparsePriorViTConfig(prior="fibottention+violin", **sizes)).eval()
-images = torch.randn(2, 3, 8, 8)
-model.save_pretrained(sys.argv[1])
-again = sp.SparsePriorViTModel.from_pretrained(sys.argv[1])
-assert torch.equal(model(images).last_hidden_state, again(images).last_hidden_state)
-"""
-
-
-def test_it_runs_without_pillow(tmp_path):
-    """Which the package does not ask for."""
-    command = [sys.executable, "-c", WITHOUT_PILLOW, str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and "hf_sparseprior.ops: layer 0: " in done.stderr

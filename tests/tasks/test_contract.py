@@ -47,7 +47,7 @@ class Row:
     task: name of its folder.
     needs: packages without which it is skipped.
     prepare: (folder) -> arguments of its `train`, after data was written into the folder. The run takes at least six
-        steps, and has a checkpoint after the third at the latest.
+        steps, and has a checkpoint after the fourth at the latest.
     folder: key of the override that says where a run lies.
     same_run: overrides that do not change what is trained; a run that goes on is started with them.
     metric: one that results.json has.
@@ -85,71 +85,65 @@ def detection(folder: Path) -> list[str]:
     return ["--config", "configs/detection/smoke.py", *OVERRIDES, *data_roots(write_shapes(folder / "shapes"))]
 
 
+SMALL_POLICY = (
+    "policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2",
+    "policy.decoder_width=8", "encoder.hidden_size=16", "encoder.num_hidden_layers=2", "encoder.num_attention_heads=2",
+    "encoder.intermediate_size=32", "trainer.warmup_steps=2", "trainer.log_steps=2", "trainer.disable_tqdm=true",
+)  # fmt: skip
+
+
 def robotics(folder: Path) -> list[str]:
     """PushT from its picture, with an encoder that drops paths, so that the order of all draws matters."""
     from tests.tasks.robotics.tiny import write_pusht
 
-    data = write_pusht(folder, cameras=("image",))
-    small = ["policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2"]
-    small += ["encoder.hidden_size=16", "encoder.num_hidden_layers=2", "encoder.num_attention_heads=2"]
-    small += ["encoder.intermediate_size=32", "encoder.drop_path_rate=0.2", "policy.decoder_width=8"]
-    steps = ["trainer.steps=8", "trainer.batch_size=8", "trainer.log_steps=2", "trainer.save_steps=3"]
-    steps += ["trainer.validate_steps=4", "trainer.warmup_steps=2", "trainer.disable_tqdm=true"]
-    return ["--config", "configs/robotics/smoke.yaml#pusht_image", f"data.path={data}", *small, *steps]
+    data = f"data.path={write_pusht(folder, cameras=('image',))}"
+    steps = ["trainer.steps=8", "trainer.batch_size=8", "trainer.save_steps=3", "trainer.validate_steps=4"]
+    small = [*SMALL_POLICY, "encoder.drop_path_rate=0.2"]
+    return ["--config", "configs/robotics/smoke.yaml#pusht_image", data, *small, *steps]
 
 
 # Eight steps. Those that are logged and those that are saved differ, so an entry of the history spans an interruption.
 TRAINER = {
     "max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "seed": 3, "use_cpu": True,
-    "logging_strategy": "steps", "logging_steps": 3, "save_strategy": "steps", "save_steps": 2,
-    "eval_strategy": "steps", "eval_steps": 2, "ema_decay": 0.9, "disable_tqdm": True,
+    "logging_strategy": "steps", "logging_steps": 3, "save_strategy": "steps", "save_steps": 4,
+    "eval_strategy": "steps", "eval_steps": 4, "ema_decay": 0.9, "disable_tqdm": True,
 }  # fmt: skip
+
+
+MODEL = {
+    "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 32, "drop_path_rate": 0.2,
+}  # fmt: skip
+
+
+def on_digits(folder: Path, *sizes: int, **sections: dict) -> list[str]:
+    """A run on so many digits to train, to validate and to test, with a small model that drops paths."""
+    limits = dict(zip(("limit_train", "limit_validation", "limit_test"), sizes, strict=True))
+    content = {"data": {"source": "digits", **limits}, "model": MODEL, "trainer": TRAINER}
+    return write_config(folder, {**content, **sections})
 
 
 def classification(folder: Path) -> list[str]:
     """Digits, cut at random and mixed, with a model that drops paths, so that the order of all draws matters."""
-    content = {
-        "data": {"source": "digits", "limit_train": 100, "limit_validation": 50, "limit_test": 50},
-        "augmentation": {"crop": "random", "padding": 1, "mixup": 0.8},
-        "model": {
-            "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 24,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "drop_path_rate": 0.1,
-        },
-        "trainer": TRAINER,
-    }  # fmt: skip
-    return write_config(folder, content)
+    model = {**MODEL, "hidden_size": 24, "intermediate_size": 48, "drop_path_rate": 0.1}
+    augmentation = {"crop": "random", "padding": 1, "mixup": 0.8}
+    return on_digits(folder, 100, 50, 50, model=model, augmentation=augmentation)
 
 
 def turned(folder: Path) -> list[str]:
     """The task of docs/how-to/add-task.md, with a model that drops paths."""
-    content = {
-        "data": {"source": "digits", "limit_train": 40, "limit_validation": 20, "limit_test": 20},
-        "model": {
-            "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 16,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "drop_path_rate": 0.2,
-        },
-        "trainer": TRAINER,
-    }  # fmt: skip
-    return write_config(folder, content)
+    return on_digits(folder, 40, 20, 20)
 
 
 def pretraining(folder: Path) -> list[str]:
     """DINO on digits, with a student that drops paths, so that the order of all draws matters."""
-    content = {
-        "data": {"source": "digits", "limit_train": 100, "limit_validation": 50, "limit_test": 50},
-        "crops": {"local_crops": 2, "local_size": 4},
-        "model": {
-            "prior": "fibottention+violin", "image_size": 8, "patch_size": 2, "hidden_size": 16,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "drop_path_rate": 0.2,
-        },
-        "dino": {
-            "output_size": 64, "head_hidden_size": 16, "bottleneck_size": 8, "warmup_epochs": 0.2,
-            "freeze_last_layer_epochs": 0, "warmup_teacher_temperature_epochs": 2, "teacher_momentum": 0.9,
-        },
-        "evaluation": {"neighbours": 5},
-        "trainer": {key: value for key, value in TRAINER.items() if key != "ema_decay"},
+    dino = {
+        "output_size": 64, "head_hidden_size": 16, "bottleneck_size": 8, "warmup_epochs": 0.2,
+        "freeze_last_layer_epochs": 0, "warmup_teacher_temperature_epochs": 2, "teacher_momentum": 0.9,
     }  # fmt: skip
-    return write_config(folder, content)
+    sections = {"crops": {"local_crops": 2, "local_size": 4}, "dino": dino, "evaluation": {"neighbours": 5}}
+    trainer = {key: value for key, value in TRAINER.items() if key != "ema_decay"}
+    return on_digits(folder, 100, 50, 50, **sections, trainer=trainer)
 
 
 def video(folder: Path) -> list[str]:
@@ -326,9 +320,13 @@ def test_the_data_is_told_once(whole):
     assert [line for line in whole.printed if line.startswith("trains on")] == [whole.row.data]
 
 
-def test_a_finished_run_is_not_done_again(whole):
+def test_a_finished_run_is_not_done_again_and_another_configuration_does_not_take_its_folder(whole, capfd):
     before = (whole.out / "results.json").stat().st_mtime_ns
     assert whole.train(whole.out, *whole.row.same_run) == 0
+    seed = "trainer.seed=77" if whole.row.folder.startswith("trainer") else "randomness.seed=77"
+    assert whole.train(whole.out, seed) == 2
+    error = capfd.readouterr().err
+    assert f"{whole.row.folder}={whole.out} belongs to another run" in error and "77 here" in error
     assert (whole.out / "results.json").stat().st_mtime_ns == before
 
 
@@ -400,13 +398,6 @@ def test_evaluation_in_one_of_several_processes_is_refused(whole, tmp_path, monk
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.endswith("WORLD_SIZE=2 in the environment, but evaluate runs in one process; start it alone")
     assert not (tmp_path / "evaluation").exists()
-
-
-def test_another_configuration_does_not_take_the_folder(whole, capfd):
-    seed = "trainer.seed=77" if whole.row.folder.startswith("trainer") else "randomness.seed=77"
-    assert whole.train(whole.out, seed) == 2
-    error = capfd.readouterr().err
-    assert f"{whole.row.folder}={whole.out} belongs to another run" in error and "77 here" in error
 
 
 def test_a_second_start_in_the_folder_of_a_running_one_names_its_process(whole, tmp_path, capfd):

@@ -68,17 +68,13 @@ def robotics(folder: Path) -> list[str]:
     """From two cameras, cut at random, in batches that two processes do not share evenly."""
     from tests.tasks.robotics.walk import write_walk
 
-    steps = ["trainer.steps=24", "trainer.save_steps=8", "trainer.log_steps=2", "trainer.batch_size=9"]
-    small = ["policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2"]
+    steps = ["trainer.steps=14", "trainer.save_steps=8", "trainer.batch_size=9", "trainer.validate_steps=null"]
     seen = "{position: [3], agentview_image: [40, 40, 3], robot0_eye_in_hand_image: [40, 40, 3]}"
-    small += [f"policy.observations={seen}", "policy.image_size=32", "policy.crop=24", "policy.action_size=4"]
-    small += ["trainer.validation_episodes=0", "data.floors={}"]
-    small += ["policy.decoder_width=8", "policy.decoder_positions=4", "policy.reconstruction_size=8"]
-    small += ["encoder.hidden_size=16", "encoder.num_hidden_layers=2", "encoder.num_attention_heads=2"]
-    small += ["encoder.intermediate_size=32", "encoder.prior=fibottention"]
-    steps += ["trainer.validate_steps=null", "trainer.warmup_steps=2", "trainer.disable_tqdm=true"]
-    data = f"data.path={write_walk(folder)}"
-    return ["--config", str(contract.ROOT / "configs/robotics/smoke.yaml#lift_state"), data, *small, *steps]
+    small = [f"policy.observations={seen}", "policy.image_size=32", "policy.crop=24", "policy.action_size=4"]
+    small += ["trainer.validation_episodes=0", "data.floors={}", "policy.decoder_positions=4"]
+    small += ["policy.reconstruction_size=8", "encoder.prior=fibottention"]
+    config = str(contract.ROOT / "configs/robotics/smoke.yaml#lift_state")
+    return ["--config", config, f"data.path={write_walk(folder)}", *contract.SMALL_POLICY, *small, *steps]
 
 
 def train_and_kill_one(train, arguments, killed):

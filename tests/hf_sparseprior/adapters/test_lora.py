@@ -6,24 +6,13 @@ import pytest
 import torch
 import transformers
 
-from hf_sparseprior import (
-    SparsePriorConvitConfig,
-    SparsePriorConvitForImageClassification,
-    SparsePriorIformerConfig,
-    SparsePriorIformerForImageClassification,
-    SparsePriorSwinConfig,
-    SparsePriorSwinForImageClassification,
-    SparsePriorTimesformerConfig,
-    SparsePriorTimesformerForVideoClassification,
-    SparsePriorViTConfig,
-    SparsePriorViTForImageClassification,
-    SparsePriorViTModel,
-)
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification, SparsePriorViTModel
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.lora import known_projections
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES as REGISTERED
 from hf_sparseprior.models.heads import make_head
+from tests.each import each
 from tests.hf_sparseprior.adapters.fitting_peft import import_fitting_peft
 from tests.hf_sparseprior.small import SMALL as SMALL_CONFIGS
 from tests.hf_sparseprior.small import shipped_families
@@ -48,8 +37,10 @@ def ours(**options):
     return SparsePriorViTForImageClassification(SparsePriorViTConfig(**{**SMALL, "prior": "violin", **options}))
 
 
-def clips():
-    return SparsePriorTimesformerForVideoClassification(SparsePriorTimesformerConfig(**SMALL, prior="violin"))
+def family(name, sizes=None):
+    return lambda: REGISTERED[name].classifier(
+        REGISTERED[name].make_config(**(sizes or SMALL_CONFIGS[name]), prior="violin")
+    )
 
 
 def stock(model, config, **options):
@@ -66,23 +57,15 @@ def two_towers(model, config):
 # Model, attention path and its projections, those of the MLP, classifiers; taken from transformers' modeling files.
 FAMILIES = {
     "sparseprior_vit": (ours, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
-    "sparseprior_timesformer": (clips, "vit.layers.{}.attention", QKVO, MLP, ["classifier"]),
+    "sparseprior_timesformer": (
+        family("sparseprior_timesformer", SMALL), "vit.layers.{}.attention", QKVO, MLP, ["classifier"],
+    ),
     "sparseprior_swin": (
-        lambda: SparsePriorSwinForImageClassification(
-            SparsePriorSwinConfig(**SMALL_CONFIGS["sparseprior_swin"], prior="violin")
-        ),
-        "swin.stages.{}.layers.0.attention", QKVO, MLP, ["classifier"],
+        family("sparseprior_swin"), "swin.stages.{}.layers.0.attention", QKVO, MLP, ["classifier"],
     ),
-    "sparseprior_convit": (
-        lambda: SparsePriorConvitForImageClassification(
-            SparsePriorConvitConfig(**SMALL_CONFIGS["sparseprior_convit"], prior="violin")
-        ),
-        "convit.layers.{}.attention", QKVO, MLP, ["classifier"],
-    ),
+    "sparseprior_convit": (family("sparseprior_convit"), "convit.layers.{}.attention", QKVO, MLP, ["classifier"]),
     "sparseprior_iformer": (
-        lambda: SparsePriorIformerForImageClassification(
-            SparsePriorIformerConfig(**SMALL_CONFIGS["sparseprior_iformer"], prior="violin")
-        ),
+        family("sparseprior_iformer"),
         "iformer.stages.{}.layers.0.attention", ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj"), MLP,
         ["classifier"],
     ),
@@ -183,8 +166,15 @@ def test_every_family_with_a_preset_is_tested():
     assert FAMILIES.keys() == known_projections().keys() - extended
 
 
-@pytest.mark.parametrize("targets", ["query+value", "attention", "attention+mlp"])
-@pytest.mark.parametrize("family", FAMILIES)
+# All of them in every family, and fewer where projections have other names.
+OTHER_NAMES = ("vit", "sparseprior_iformer", "sparseprior_timesformer", "timesformer", "videomae")
+TARGETS = [
+    *((family, "attention+mlp") for family in FAMILIES),
+    *((family, targets) for family in OTHER_NAMES for targets in ("query+value", "attention")),
+]
+
+
+@pytest.mark.parametrize(("family", "targets"), TARGETS)
 def test_what_is_adapted_and_saved_in_each_family(family, targets):
     model, classifiers = FAMILIES[family][0](), FAMILIES[family][4]
     assert model.config.model_type == family
@@ -297,8 +287,8 @@ def test_listed_targets_and_further_modules():
     assert lora_config(model, r=4) == lora_config(model, rank=4)  # peft's name
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"rank": 0}, "rank=0 must be an integer of 1 or more"),
         ({"rank": 2.5}, "rank=2.5 must be an integer"),
@@ -342,9 +332,7 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
 def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path):
     """`add_adapter` of transformers, as for stock models: no code, no card, no image processor of the base model."""
     peft = import_fitting_peft()
-    config = SparsePriorViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
-    )
+    config = SparsePriorViTConfig(**SMALL_CONFIGS["sparseprior_vit"])
     model = SparsePriorViTForImageClassification(config)
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapter")

@@ -2,45 +2,32 @@
 
 import copy
 import re
+from itertools import cycle
 
 import peft
 import pytest
 import torch
-from transformers import (
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-)
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import APPLIED, PRIOR_MODULE, StockPrior
+from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, output
 
-families = pytest.mark.parametrize("name", STOCK)
 
-
-@families
-@pytest.mark.parametrize("decay", ["violin", "manhattan"])
-def test_starts_as_the_model_it_was(name, decay):
+@pytest.mark.parametrize(("name", "decay"), [*zip(STOCK, cycle(["violin", "manhattan"]))])
+def test_starts_as_the_model_it_was_and_removal_restores_every_bit(name, decay):
     model = STOCK[name].build()
-    before = output(model, name)
-    weights = copy.deepcopy(model.state_dict())
+    before, weights, config = output(model, name), copy.deepcopy(model.state_dict()), model.config.to_json_string()
     sp.apply_prior(model, decay)
     assert (output(model, name) - before).abs().max() < 1e-5
     assert all(torch.equal(model.state_dict()[key], value) for key, value in weights.items())
-
-
-@families
-def test_removal_restores_every_bit(name):
-    model = STOCK[name].build()
-    before, keys, config = output(model, name), list(model.state_dict()), model.config.to_json_string()
-    sp.apply_prior(model, "fibottention+violin")
+    sp.apply_prior(sp.remove_prior(model), f"fibottention+{decay}")
     assert not torch.equal(output(model, name), before)
     sp.remove_prior(model)
     assert torch.equal(output(model, name), before)
-    assert list(model.state_dict()) == keys and model.config.to_json_string() == config
+    assert list(model.state_dict()) == list(weights) and model.config.to_json_string() == config
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    sp.apply_prior(model, "violin")  # and it can be done again
 
 
 def test_two_models_that_share_a_config():
@@ -82,7 +69,7 @@ def test_twice_is_refused_and_changes_nothing():
         sp.remove_prior(sp.remove_prior(model))
 
 
-@pytest.mark.parametrize(
+@each(
     "prior, message",
     [
         (None, r"prior=None must name a prior; hf_sparseprior.remove_prior\(model\) takes"),
@@ -124,7 +111,7 @@ def test_weights_of_a_prior_on_a_peft_model_are_frozen():
     assert any("decay_bias" in name for name, _ in adapted.named_parameters())
 
 
-@pytest.mark.parametrize("model", [None, "google/vit-base-patch16-224"])
+@each("model", [None, "google/vit-base-patch16-224"])
 def test_what_is_no_model_is_named(model):
     with pytest.raises(ValueError, match=f"model={re.escape(repr(model))} must be a model of transformers or timm"):
         sp.apply_prior(model, "violin")
@@ -160,8 +147,7 @@ def replicated(model, change):
     return copies[model]
 
 
-@pytest.mark.parametrize("with_adapter", [False, True])
-@families
+@pytest.mark.parametrize(("name", "with_adapter"), [*zip(STOCK, cycle([False, True]))])
 def test_replicas_of_data_parallel_run_with_their_own_weights(name, with_adapter):
     model = STOCK[name].build()
     if with_adapter:

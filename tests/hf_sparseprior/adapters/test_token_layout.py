@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from threading import Event
 
 import pytest
@@ -11,17 +12,16 @@ import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import StockPrior
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
 from hf_sparseprior.priors.prior import is_prior_weight
+from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK, move_decays
 
 
-@pytest.mark.parametrize(
-    "name", ["vit", "deit", "dinov2", "dinov2_registers", "ijepa", "clip", "siglip", "swin", "dinov3"]
-)
+@each("name", ["vit", "deit", "dinov2_registers", "ijepa", "clip", "siglip", "swin", "dinov3"])
 def test_another_resolution_and_a_grid_that_is_no_square(name):
     """The grid follows the image: 8 x 10 patches of a model made for 8 x 8."""
     model = STOCK[name].build()
     images = torch.randn(2, 3, 32, 40)
-    extra = {} if name in ("dinov2", "dinov2_registers", "dinov3") else {"interpolate_pos_encoding": True}
+    extra = {} if name in ("dinov2_registers", "dinov3") else {"interpolate_pos_encoding": True}
     sp.apply_prior(model, "fibottention+violin")
     with torch.no_grad():
         model(pixel_values=images, **extra)
@@ -77,9 +77,10 @@ def test_two_forwards_before_one_checkpointed_backward(name):
     )
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["vit", "swin", "mae"])
+@pytest.mark.parametrize(
+    ("name", "reentrant", "alone"),
+    [*(("vit", *both) for both in product((False, True), repeat=2)), ("swin", True, True), ("mae", True, False)],
+)
 def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, alone):
     """Also where the decay learns alone: a reentrant checkpoint wants an input that needs a gradient."""
     gradients = []

@@ -24,6 +24,16 @@ def scattered(model):
     return model
 
 
+def assert_gammas(decays, stored):
+    """Those of the decays are the sigmoids of the stored betas."""
+    for decay, beta in zip(decays, stored, strict=True):
+        np.testing.assert_allclose(decay.gamma, 1 / (1 + np.exp(-beta.astype(np.float64))), rtol=1e-12)
+
+
+def betas(model):
+    return [value.numpy() for name, value in model.state_dict().items() if name.endswith(".beta")]
+
+
 def ours(**settings):
     decay = {"name": "violin", "curves": CURVES, **settings}
     config = sp.SparsePriorViTConfig(image_size=(12, 20), patch_size=4, prior={"decay": decay}, **SMALL)
@@ -81,32 +91,30 @@ def test_each_stage_of_a_model_with_windows_has_its_own_grid():
     model = scattered(sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(prior=prior, **sizes)))
     decays = learned_decays(model)
     assert [decay.grid for decay in decays] == [(3, 3), (2, 2), (2, 2)]
-    stored = [value.numpy() for name, value in model.state_dict().items() if name.endswith("decay_bias.beta")]
-    for decay, beta in zip(decays, stored, strict=True):
-        np.testing.assert_allclose(decay.gamma, 1 / (1 + np.exp(-beta.astype(np.float64))), rtol=1e-12)
+    assert_gammas(decays, betas(model))
+    for decay in decays:
         np.testing.assert_allclose(masks_of(decay)[1], mask_by_formula(decay.beta.numpy(), 1, decay.grid), rtol=1e-9)
 
 
-def test_scalars_that_are_not_learned():
+def test_scalars_that_are_not_learned_and_names_of_positions():
     decay = learned_decays(ours(learn_alpha=False, learn_beta=False, gamma=0.75))[0]
     assert decay.alpha is None and decay.prefix_beta is None
     np.testing.assert_allclose(decay.gamma, 0.75, rtol=1e-6)
+    assert position_names(resolve_decay("manhattan"), 1) == ["manhattan"]
+    assert position_names(resolve_decay("random_order"), 2) == ["random_order", "random_order_t"]
 
 
 def test_a_decay_of_a_stock_model_and_of_an_adapter():
     prior = {"support": "fibottention", "decay": {"name": "violin", "curves": CURVES}}
     model = scattered(sp.apply_prior(STOCK["vit"].build(), prior))
-    stored = {name: value.numpy() for name, value in model.state_dict().items() if name.endswith(".beta")}
-    for decay, beta in zip(learned_decays(model), stored.values(), strict=True):
-        np.testing.assert_allclose(decay.gamma, 1 / (1 + np.exp(-beta.astype(np.float64))), rtol=1e-12)
+    assert_gammas(learned_decays(model), betas(model))
+    for decay in learned_decays(model):
         np.testing.assert_allclose(masks_of(decay)[2], mask_by_formula(decay.beta.numpy(), 2, (8, 8)), rtol=1e-9)
     config = sp.ViolinAdapterConfig(decay={"name": "violin", "curves": CURVES}, decay_layers=[0, 2])
     adapted = scattered(peft.get_peft_model(STOCK["vit"].build(), config))
     decays = learned_decays(adapted)
-    stored = [value.numpy() for name, value in adapted.state_dict().items() if name.endswith(".beta")]
     assert [decay.layer for decay in decays] == [0, 2]
-    for decay, beta in zip(decays, stored, strict=True):
-        np.testing.assert_allclose(decay.gamma, 1 / (1 + np.exp(-beta.astype(np.float64))), rtol=1e-12)
+    assert_gammas(decays, betas(adapted))
     with adapted.disable_adapter(), pytest.raises(ValueError, match="has no decay, its prior is 'dense'"):
         learned_decays(adapted)
 
@@ -122,8 +130,3 @@ def test_a_learned_order_has_its_own_positions():
         assert decay.curves == ["learned_order"]
         expected = decay.gamma[0, 1].item() ** (order[:, None] - order[None, :]).abs().numpy()
         np.testing.assert_allclose(masks_of(decay)[1], expected, rtol=1e-9)
-
-
-def test_names_of_positions():
-    assert position_names(resolve_decay("manhattan"), 1) == ["manhattan"]
-    assert position_names(resolve_decay("random_order"), 2) == ["random_order", "random_order_t"]

@@ -1,10 +1,7 @@
 """Counters of torch and mmengine count the pairs that a mask has, by products of matrices."""
 
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from hf_sparseprior.attention.functional import attention
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.patterns.supports import LayerKey, resolve_support
+from tests.processes import run_script
 
 HEADS, WIDTH = 3, 8
 SUPPORTS = {
@@ -51,8 +49,14 @@ def counted(backend, support, prefix, grid, decay=None):
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize("name", SUPPORTS)
-@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(
+    ("backend", "name", "prefix"),
+    [
+        *(("cpp", "fibottention", 2), ("cpp", "zero fill", 0), ("cpp", "wide", 0), ("cpp", "wide", 2)),
+        *(("triton", "fibottention", 2), ("triton", "zero fill", 2), ("triton", "wide", 0)),
+    ],
+    indirect=["backend"],
+)
 def test_pairs_along_diagonals_are_counted(backend, name, prefix):
     grid = (5, 6)
     support = resolve_support(SUPPORTS[name], HEADS, 30)
@@ -113,7 +117,7 @@ def test_counters_agree_with_one_another_on_a_model(prior, monkeypatch):
     assert counter.get_total_flops() == 2 * products
 
 
-def test_a_first_call_that_is_counted_counts():
+def test_a_first_call_that_is_counted_counts(tmp_path):
     """Kernels are loaded by their first call, after the counter has copied torch's formulas."""
     code = """
 import torch
@@ -127,9 +131,5 @@ with FlopCounterMode(display=False) as counter:
 print(counter.get_total_flops())
 """
     builds = diagonal_cpu.ready() is None
-    root = str(Path(__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("BUILDS", str(builds))],
-        env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = run_script(code.replace("BUILDS", str(builds)), folder=tmp_path, package=True)
     assert int(done.stdout) == 2 * 2 * 2 * 17 * 17 * 8

@@ -2,14 +2,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.patterns.sequences import wythoff_start
-from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
+from hf_sparseprior.patterns.supports import build_mask
 from tasks.analysis.paper_numbers import (
     FIGURE_3,
     patch_pruning,
@@ -18,6 +15,7 @@ from tasks.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
+from tests.each import each
 from tests.hf_sparseprior.analysis.test_flops_every_family import CONVIT as SMALL
 from tests.hf_sparseprior.analysis.torchs_flops import torchs_count
 
@@ -26,39 +24,6 @@ def test_logits_of_positions_are_needed_once_for_all_images():
     config = sp.SparsePriorConvitConfig(**SMALL)
     counted = model_flops(config, convention="torch")
     assert torchs_count(config, 28, 36, batch=3) == 3 * counted.total - 2 * counted.part("positions")
-
-
-# Those that leave pairs out on small grids.
-NARROW = [
-    *(name for name in SUPPORTS if not build_mask(name, num_heads=2, num_tokens=16, grid=(4, 4)).all()),
-    *({"name": "window", "w": 1}, {"name": "neighborhood", "window": 3}),
-]
-
-
-@pytest.mark.parametrize("support", NARROW, ids=str)
-def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(support):
-    config = sp.SparsePriorConvitConfig(**SMALL)
-    counted, outside = model_flops(config, prior={"support": support}, convention="torch"), 0
-    for layer in range(2, 5):
-        mask = build_mask(support, num_heads=4, num_tokens=63, num_prefix_tokens=1, layer=layer, grid=(7, 9))
-        assert counted.attended_pairs[layer] == mask.sum()
-        outside += (~mask).sum() * 2 * 2 * 2  # Q K^T and (softmax) V, of width 2
-    assert counted.attended_pairs[:2] == [4 * 63**2] * 2
-    assert outside and counted.total == torchs_count(config, 28, 36) - outside
-
-
-@pytest.mark.parametrize("learn_alpha", [True, False])
-def test_decay_operations_equal_a_count_of_the_plain_layers(learn_alpha):
-    prior = {"support": "random", "decay": {"name": "violin", "learn_alpha": learn_alpha}}
-    config = sp.SparsePriorConvitConfig(prior=prior, **SMALL)
-    build = apply = 0
-    for layer in range(2, 5):
-        mask = build_mask("random", num_heads=4, num_tokens=63, num_prefix_tokens=1, layer=layer, grid=(7, 9))
-        patches = mask[:, 1:, 1:].sum()
-        build += 3 * 8 * patches
-        apply += patches + learn_alpha * mask.sum()
-    assert model_flops(config).decay == {"build": build, "apply": apply}
-    assert model_flops(config, prior="fibottention").decay is None
 
 
 def test_parts_by_hand():
@@ -73,38 +38,13 @@ def test_parts_by_hand():
 # ---- the papers' numbers --------------------------------------------------------------------------------------------
 
 
-class GatedPositionalAttention(nn.Module):
-    """ConViT's GPSA, the matrix products only."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.qk, self.v, self.proj = nn.Linear(width, 2 * width), nn.Linear(width, width), nn.Linear(width, width)
-        self.positions = nn.Linear(3, heads)
-
-    def forward(self, x):
-        tokens, width = x.shape
-        q, k = self.qk(x).view(tokens, 2, self.heads, -1).permute(1, 2, 0, 3)
-        v = self.v(x).view(tokens, self.heads, -1).transpose(0, 1)
-        content = torch.softmax(q @ k.transpose(1, 2), -1)
-        position = torch.softmax(self.positions(x.new_empty(tokens, tokens, 3)).permute(2, 0, 1), -1)
-        return self.proj(((content + position) @ v).transpose(0, 1).reshape(tokens, width))
-
-
-@pytest.mark.parametrize("size", [224, 512])
-def test_figure_3_of_convit_b(size):
+def test_figure_3_of_convit_b():
+    """Its gated layers against torch's count: test_flops_every_family.py."""
     assert "convit_base" in FIGURE_3
-    tokens = (size // 16) ** 2
-    with torch.device("meta"):
-        gated, x = GatedPositionalAttention(768, 16), torch.empty(tokens, 768)
-        mlp = nn.Sequential(nn.Linear(768, 3072), nn.Linear(3072, 768))
-    with FlopCounterMode(display=False) as counter:
-        mlp(gated(x))
-    counted = preset_flops("convit_base", size, convention="torch")
-    assert sum(counted.layers[0].values()) == counter.get_total_flops()
-    # The last two layers are those of a ViT-B; the width of a head cancels in dense attention.
-    assert counted.layers[10:] == preset_flops("vit_base", size, convention="torch").layers[10:]
-    assert counted.layers[:10] == [counted.layers[0]] * 10
+    for size in (224, 512):
+        counted, vit = (preset_flops(name, size, convention="torch").layers for name in ("convit_base", "vit_base"))
+        assert counted[:10] == [counted[0]] * 10
+        assert counted[10:] == vit[10:]  # the width of a head cancels in dense attention
 
 
 def test_the_support_changes_convits_two_plain_layers_only():
@@ -133,7 +73,7 @@ def pairs_by_hand(modified, w_max):
     return kept
 
 
-@pytest.mark.parametrize(("modified", "w_max"), [(False, 65), (True, 65), (True, 64)])
+@each("modified, w_max", [(False, 65), (True, 65), (True, 64)])
 def test_fibottentions_pruning_of_convit_b_counted_pair_by_pair(modified, w_max):
     kept = pairs_by_hand(modified, w_max)
     assert patch_pruning(16, 0, w_max, modified) == pytest.approx(100 * (1 - kept / (16 * 196**2)))
@@ -164,7 +104,7 @@ def masks_by_hand(heads, tokens, modified):
     return masks
 
 
-@pytest.mark.parametrize("modified", [False, True])
+@each("modified", [False, True])
 def test_masks_of_the_published_code_counted_pair_by_pair(modified):
     for stages in ([(128, 4, 49), (32, 8, 49)], [(3, 1, 196), (2, 1, 49)], [(1, 16, 196)]):
         masks = [(count, masks_by_hand(heads, tokens, modified)) for count, heads, tokens in stages]

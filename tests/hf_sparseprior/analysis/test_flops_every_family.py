@@ -1,12 +1,17 @@
 """FLOPs of every family of image models against torch's own count of a forward with dense attention."""
 
+import math
+from functools import cache
+
 import pytest
 import torch
 
 from hf_sparseprior.analysis.flops import CONVENTIONS, model_flops
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
 from hf_sparseprior.priors.low_rank import MIXERS
+from tests.each import each
 from tests.hf_sparseprior.analysis.torchs_flops import torchs_count
 
 GREY = {"num_channels": 1, "image_mean": 0.5, "image_std": 0.5}
@@ -43,36 +48,33 @@ DEPTHS = {
     "sparseprior_iformer": {},
 }
 WHOLE = ("vit_tiny", "swin_tiny", "convit_tiny")
-# Of each family other models, and two sizes of images of each.
+# Of each family other models, and sizes of images.
 OTHERS = {
     "sparseprior_vit": [
-        ({"use_distillation_token": True}, (32, 32), (48, 16)),
-        (
-            {"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 3},
-            *((32, 32), (48, 16)),
-        ),
-        ({"use_class_token": False, "pooling": "mean", "position_embedding": "none"}, (32, 32), (48, 16)),
-        ({"pooling": "class_token_and_mean", "layerscale_value": 0.1, "num_channels": 1}, (32, 32), (48, 16)),
-        ({"num_labels": 0, "qkv_bias": False, "mlp_bias": False, "patch_size": (4, 8)}, (32, 32), (48, 16)),
+        ({"use_distillation_token": True}, (32, 32)),
+        ({"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 3}, (48, 16)),
+        ({"use_class_token": False, "pooling": "mean", "position_embedding": "none"}, (32, 32)),
+        ({"pooling": "class_token_and_mean", "layerscale_value": 0.1, "num_channels": 1}, (48, 16)),
+        ({"num_labels": 0, "qkv_bias": False, "mlp_bias": False, "patch_size": (4, 8)}, (48, 16)),
     ],
     "sparseprior_swin": [
         ({}, (24, 48), (3, 3)),
-        ({**GREY, "num_labels": 0, "qkv_bias": False, "mlp_ratio": 2.5}, (28, 36), (5, 61)),
-        ({"patch_size": (4, 2), "depths": [3], "num_heads": [1]}, (28, 36), (5, 61)),
+        ({**GREY, "num_labels": 0, "qkv_bias": False, "mlp_ratio": 2.5}, (28, 36)),
+        ({"patch_size": (4, 2), "depths": [3], "num_heads": [1]}, (5, 61)),
         ({"window_size": 50}, (28, 36), (5, 61)),
     ],
     "sparseprior_convit": [
-        ({}, (28, 36), (8, 60)),
-        ({**GREY, "num_labels": 0, "qkv_bias": True}, (28, 36), (8, 60)),
-        ({"patch_size": (4, 2), "num_local_layers": 4, "pooling": "mean"}, (28, 36), (8, 60)),
-        ({"num_local_layers": 0, "num_attention_heads": 1}, (28, 36), (8, 60)),
+        ({}, (8, 60)),
+        ({**GREY, "num_labels": 0, "qkv_bias": True}, (28, 36)),
+        ({"patch_size": (4, 2), "num_local_layers": 4, "pooling": "mean"}, (8, 60)),
+        ({"num_local_layers": 0, "num_attention_heads": 1}, (28, 36)),
     ],
     "sparseprior_iformer": [
         ({}, (96, 64), (3, 3)),
-        ({**GREY, "num_labels": 0}, (64, 80), (5, 61)),
+        ({**GREY, "num_labels": 0}, (5, 61)),
         (
             {"use_distillation_classifier": True, "stem_kernel_size": 3, "kernel_size": 5, "position_kernel_size": 5},
-            *((64, 80), (5, 61)),
+            (64, 80),
         ),
     ],
 }
@@ -131,17 +133,16 @@ def test_dense_presets_equal_torchs_count(family, preset):
     check_count(FAMILIES[family].make_config(preset, num_labels=10, **depths), (224, 224))
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "sizes"),
+@each(
+    "family, options, sizes",
     [(family, options, sizes) for family, others in OTHERS.items() for options, *sizes in others],
-    ids=str,
 )
 def test_other_models_and_sizes_equal_torchs_count(family, options, sizes):
     for size in sizes:
         check_count(make_config(family, **options), size)
 
 
-@pytest.mark.parametrize(("family", "prior", "extra"), ADDED, ids=str)
+@each("family, prior, extra", ADDED)
 def test_extras_equal_torchs_count(family, prior, extra):
     prefixes = [{}, {"use_class_token": False, "pooling": "mean"}] if family == "sparseprior_vit" else [{}]
     for prefix in prefixes:
@@ -154,7 +155,7 @@ def test_extras_equal_torchs_count(family, prior, extra):
             assert counted.layers[:2] == plain.layers[:2]
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
+@each("mixer", [name for name in MIXERS if name != "softmax"])
 def test_mixers_equal_torchs_count(mixer):
     check_count(make_config("sparseprior_convit", prior=mixer), (28, 36))
 
@@ -173,11 +174,7 @@ def test_each_convention_scales_the_parts(family):
     assert plain.to_dict()["total"] == plain.total
 
 
-@pytest.mark.parametrize(
-    ("family", "arguments", "message"),
-    [(family, *case) for family in SMALL for case in [*COMMON_ERRORS, *ERRORS[family]]],
-    ids=str,
-)
+@each("family, arguments, message", [(family, *case) for family in SMALL for case in [*COMMON_ERRORS, *ERRORS[family]]])
 def test_bad_values_are_named(family, arguments, message):
     with pytest.raises(ValueError, match=message):
         model_flops(make_config(family), **arguments)
@@ -188,10 +185,71 @@ def test_every_family_of_images_is_here():
     assert shipped == SMALL.keys() == OTHERS.keys() == ERRORS.keys()
 
 
-@pytest.mark.parametrize(
-    "family", ["sparseprior_swin", "sparseprior_convit", "sparseprior_iformer"]
-)  # masks of a ViT: test_flops.py
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "random+violin"])
+@cache
+def dense_count(family):
+    config = make_config(family)
+    return torchs_count(config, *(config.image_size if isinstance(config.image_size, list) else (32, 32)))
+
+
+def masks_of(config, support):
+    """The stage of each layer, and the pairs in one of its windows."""
+    layers = [stage for stage in config.stages for _ in range(stage.num_layers)]
+    for number, stage in enumerate(layers):
+        sizes = {"num_heads": stage.num_heads, "num_tokens": math.prod(stage.grid), "grid": stage.grid}
+        own, prefix = support if stage.takes_prior else "dense", config.prefix_tokens(stage)
+        yield stage, build_mask(own, **sizes, num_prefix_tokens=prefix, layer=number)
+
+
+def for_all_layers(family, prior):
+    """By itself the last stages of a Swin would have no support."""
+    return [prior] * 3 if family == "sparseprior_swin" else prior
+
+
+# Those that leave pairs out on small grids.
+NARROW = [
+    *(name for name in SUPPORTS if not build_mask(name, num_heads=2, num_tokens=16, grid=(4, 4)).all()),
+    *({"name": "window", "w": 1}, {"name": "neighborhood", "window": 1}),
+]
+
+
+@pytest.mark.parametrize("support", NARROW, ids=str)
+@pytest.mark.parametrize("family", SMALL)
+def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(family, support):
+    config, prior = make_config(family), for_all_layers(family, {"support": support})
+    counted, dense = (model_flops(config, prior=own, convention="torch") for own in (prior, "dense"))
+    outside, pairs = 0, counted.attended_pairs
+    for (stage, mask), count, parts in zip(masks_of(config, support), pairs, dense.layers, strict=True):
+        assert count == stage.num_windows * mask.sum()
+        of_pair = (parts["qk"] + parts["av"]) // (stage.num_windows * mask.size)
+        outside += stage.num_windows * (~mask).sum() * of_pair
+    assert outside and counted.total == dense_count(family) - outside
+
+
+@pytest.mark.parametrize("family", SMALL)
+@each("name, learn_alpha", [("violin", True), ("violin", False), ("manhattan", True)])
+def test_decay_operations_equal_a_count_of_the_masks(family, name, learn_alpha):
+    """M is made once for all windows. Pairs of patches that see themselves alone: test_flops.py."""
+    support, curves, build, apply = {"name": "window", "w": 2}, {"violin": 8, "manhattan": 1}[name], 0, 0
+    prior = {"support": support, "decay": {"name": name, "learn_alpha": learn_alpha}}
+    config = make_config(family, prior=for_all_layers(family, prior))
+    for stage, mask in masks_of(config, support):
+        if stage.takes_prior:
+            prefix = config.prefix_tokens(stage)
+            weighed = mask[:, prefix:, prefix:].sum()
+            build += 3 * curves * weighed
+            apply += stage.num_windows * (weighed + learn_alpha * mask.sum())
+    assert model_flops(config).decay == {"build": build, "apply": apply}
+    assert model_flops(config, prior="fibottention").decay is None
+
+
+@pytest.mark.parametrize(  # weights of a ViT: test_attention_maps.py
+    ("family", "prior"),
+    [
+        *(("sparseprior_swin", "fibottention"), ("sparseprior_swin", "random+violin")),
+        *(("sparseprior_convit", "dense"), ("sparseprior_convit", "fibottention")),
+        *(("sparseprior_iformer", "random+violin"), ("sparseprior_iformer", "fibottention")),
+    ],
+)
 def test_pairs_are_the_weights_of_the_model(family, prior):
     config = make_config(family, prior=prior)
     torch.manual_seed(0)

@@ -4,10 +4,9 @@ import pytest
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.models.configuration_sparseprior_iformer import PRESETS
-from hf_sparseprior.patterns.supports import SUPPORTS, build_mask
 from tasks.analysis.paper_numbers import iformer_pruning, unexplained_numbers
+from tests.each import each
 from tests.hf_sparseprior.analysis.test_flops_every_family import IFORMER as SMALL
-from tests.hf_sparseprior.analysis.torchs_flops import torchs_count
 
 LAYERS = [((4, 5), 8, 4)] * 2 + [((2, 3), 16, 4)]  # grid, width and that of keys
 
@@ -32,39 +31,10 @@ def test_parts_by_hand():
     assert plain.grid == (16, 20)
 
 
-# The supports whose defaults leave out a pair of one head, and a smaller window.
-# Those that leave pairs out on small grids.
-NARROW = [
-    *(name for name in SUPPORTS if not build_mask(name, num_heads=2, num_tokens=16, grid=(4, 4)).all()),
-    *({"name": "window", "w": 1}, {"name": "neighborhood", "window": 3}),
-]
-
-
-@pytest.mark.parametrize("support", NARROW, ids=str)
-def test_sparse_models_are_torchs_dense_count_less_the_pairs_outside_the_masks(support):
-    config = sp.SparsePriorIformerConfig(**SMALL)
-    counted = model_flops(config, prior={"support": support}, convention="torch")
-    outside = 0
-    for layer, (grid, width, keys) in enumerate(LAYERS):
-        tokens = grid[0] * grid[1]
-        mask = build_mask(support, num_heads=1, num_tokens=tokens, num_prefix_tokens=0, layer=layer, grid=grid)
-        assert counted.attended_pairs[layer] == mask.sum()
-        outside += (~mask).sum() * 2 * (keys + width)
-    assert outside and counted.total == torchs_count(config, 64, 80) - outside
-
-
-def test_decay_operations_equal_a_count_of_the_pairs():
-    counted = model_flops(sp.SparsePriorIformerConfig(prior="violin", **SMALL))
-    pairs = sum((h * w) ** 2 for (h, w), _, _ in LAYERS)
-    assert counted.decay == {"build": 3 * 8 * pairs, "apply": 2 * pairs}
-    assert model_flops(sp.SparsePriorIformerConfig(**SMALL)).decay is None
-
-
 # ---- the paper's number ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("w_max", [8, 65])
-@pytest.mark.parametrize(("preset", "layers"), [("iformer_small", (3, 2)), ("iformer_medium", (4, 2))])
+@each("preset, layers, w_max", [("iformer_small", (3, 2), 8), ("iformer_medium", (4, 2), 65)])
 def test_fibottentions_pruning_of_iformer_counted_pair_by_pair(preset, layers, w_max):
     kept = total = 0
     for depth, side in zip(layers, (14, 7), strict=True):

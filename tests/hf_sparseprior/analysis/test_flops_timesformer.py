@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.patterns.supports import build_mask
+from tests.each import each
 
 TYPES = ["divided_space_time", "joint_space_time", "space_only"]
 SIZES = {
@@ -20,8 +21,13 @@ def config(kind, prior="dense", **options):
     return sp.SparsePriorTimesformerConfig(**{**SIZES, "attention_type": kind, "prior": prior, **options})
 
 
-@pytest.mark.parametrize("options", [{}, {"num_register_tokens": 2, "pooling": "mean"}, {"prior": "localvit"}])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {"num_register_tokens": 2, "pooling": "mean"}) for kind in TYPES),
+        *(("divided_space_time", {}), ("joint_space_time", {"prior": "localvit"}), ("space_only", {})),
+    ],
+)
 def test_it_is_what_torch_counts(kind, options):
     own = config(kind, **options)
     model = sp.SparsePriorTimesformerForVideoClassification(own).eval()
@@ -70,7 +76,7 @@ def test_a_decay_over_a_clip():
     assert model_flops(config("space_only", "violin"), image_size=(24, 20)).grid == (6, 5)
 
 
-@pytest.mark.parametrize("prior", ["fibottention+violin", "bigbird+violin", "window+manhattan"])
+@each("prior", ["fibottention+violin", "bigbird+violin", "window+manhattan"])
 def test_what_is_counted_of_one_frame_is_what_all_pairs_give(prior):
     """The decay's operations by loops over the pairs of the mask, without those that are there for want of others."""
     own = config("joint_space_time", prior)

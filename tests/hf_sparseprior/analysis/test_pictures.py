@@ -88,7 +88,7 @@ def test_panels_show_the_maps_and_frame_queries_and_boxes(image, figures, tmp_pa
     assert axes[0, 0].images[0].get_extent() == [0, 14, 10, 0]
 
 
-@pytest.mark.parametrize("tokens", [17, 65, 197, 401])
+@pytest.mark.parametrize("tokens", [17, 401])
 def test_a_pair_is_a_whole_number_of_pixels(tokens, figures, tmp_path):
     masks = np.random.default_rng(0).random((5, tokens, tokens)) < 0.1
     draw_support(masks, ["title"] * 5, tmp_path / "support.png", "heading", 1)
@@ -186,27 +186,29 @@ def test_the_centre_and_two_corners_of_whole_masks_are_drawn(figures, tmp_path):
             assert axis.lines[0].get_xydata().tolist() == [marked]
 
 
-@pytest.mark.parametrize("draw", ["panels", "masks", "gammas", "matrices", "quartiles", "support", "seen"])
-def test_no_text_is_cut_off(draw, image, figures, tmp_path):
-    path, heading = (
-        tmp_path / "x.png",
-        "outputs/a_model_with_a_long_name, test123: what the framed patch sees of it, and more",
-    )
-    if draw == "panels":
-        draw_panels([[Panel(image, title="head 1, sparse\nmax 0.12")] * 2] * 2, ["layer 1", "layer 2"], path, heading)
-    elif draw == "masks":
-        draw_mask_rows(np.full((3, 1, 4, 4), 0.9), ["top left", "centre", "end"], ["x"], [(0, 0)] * 3, path, heading)
-    elif draw == "gammas":
-        draw_gammas(np.full((2, 1, 3), 0.9), np.ones((2, 3)), ["manhattan"], [1, 2], path, heading)
-    elif draw == "matrices":
-        draw_matrices([[np.ones((16, 4))]], ["layer 1"], path, heading, ["layer 1"])
-    elif draw == "support":
-        draw_support(np.ones((1, 20, 20), dtype=bool), ["1: 20 offsets and 30 other pairs"], path, heading)
-    elif draw == "seen":
-        draw_seen(np.ones((1, 4, 4), dtype=bool), ["1: 20 offsets and 30 other pairs"], (0, 0), path, heading)
-    else:
-        spread = {"min": 1.0, "q1": 2.0, "median": 4.0, "q3": 5.0, "max": 9.0}
-        draw_quartiles({"x": spread}, {"x": [3.0]}, path, "100 x diversity between heads", heading)
+HEADING = "outputs/a_model_with_a_long_name, test123: what the framed patch sees of it, and more"
+TITLES = ["1: 20 offsets and 30 other pairs"]
+SPREAD = {"min": 1.0, "q1": 2.0, "median": 4.0, "q3": 5.0, "max": 9.0}
+LONG = {
+    "panels": lambda path: draw_panels(
+        [[Panel(np.full((10, 14, 3), 0.5), title="head 1, sparse\nmax 0.12")] * 2] * 2, ["layer 1"] * 2, path, HEADING
+    ),
+    "masks": lambda path: draw_mask_rows(
+        np.full((3, 1, 4, 4), 0.9), ["top left", "centre", "end"], ["x"], [(0, 0)] * 3, path, HEADING
+    ),
+    "gammas": lambda path: draw_gammas(np.full((2, 1, 3), 0.9), np.ones((2, 3)), ["manhattan"], [1, 2], path, HEADING),
+    "matrices": lambda path: draw_matrices([[np.ones((16, 4))]], ["layer 1"], path, HEADING, ["layer 1"]),
+    "support": lambda path: draw_support(np.ones((1, 20, 20), dtype=bool), TITLES, path, HEADING),
+    "seen": lambda path: draw_seen(np.ones((1, 4, 4), dtype=bool), TITLES, (0, 0), path, HEADING),
+    "quartiles": lambda path: draw_quartiles(
+        {"x": SPREAD}, {"x": [3.0]}, path, "100 x diversity between heads", HEADING
+    ),
+}
+
+
+@pytest.mark.parametrize("draw", LONG)
+def test_no_text_is_cut_off(draw, figures, tmp_path):
+    LONG[draw](tmp_path / "x.png")
     figure = figures[0]
     whole = figure.get_tightbbox(figure.canvas.get_renderer())
     assert whole.x0 >= -0.02 and whole.y0 >= -0.02
@@ -230,7 +232,7 @@ def test_sizes_whose_labels_would_touch_have_one_tick(figures, tmp_path):
 
 def test_quartiles_are_those_that_are_given(figures, tmp_path):
     spreads = {
-        "dense": {"min": 1.0, "q1": 2.0, "median": 4.0, "q3": 5.0, "max": 9.0},
+        "dense": SPREAD,
         "sparse": {"min": 2.0, "q1": 3.0, "median": 3.5, "q3": 6.0, "max": 7.0},
     }
     lines = {"dense": [3.0, 4.0], "sparse": [1.0, 2.0, 3.5]}
@@ -249,9 +251,8 @@ def test_quartiles_are_those_that_are_given(figures, tmp_path):
 
 
 def test_a_logarithmic_axis_only_where_nothing_is_zero(figures, tmp_path):
-    spread = {"min": 0.0, "q1": 0.0, "median": 4.0, "q3": 5.0, "max": 9.0}
     for lowest, scale in ((0.0, "linear"), (0.5, "log")):
-        own = {"x": {**spread, "min": lowest, "q1": lowest}}
+        own = {"x": {**SPREAD, "min": lowest, "q1": lowest}}
         draw_quartiles(own, {"x": [3.0]}, tmp_path / "spread.png", "variance", "heading", log=True)
         assert {axis.get_xscale() for axis in figures[-1].axes[:1]} == {scale}
         assert figures[-1].axes[1].get_yscale() == scale

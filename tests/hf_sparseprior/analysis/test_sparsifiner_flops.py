@@ -5,6 +5,7 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from tasks.analysis.paper_numbers import UP_SHARES, preset_flops, sparsifiner_mhsa
+from tests.each import each
 from tests.hf_sparseprior.attention.attention_calls import make_request
 
 TABLE_2 = {
@@ -13,7 +14,7 @@ TABLE_2 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("budget", TABLE_2)
+@each("budget", TABLE_2)
 def test_every_row_of_table_2_within_a_tenth(budget):
     count = sparsifiner_mhsa(12, 6, 384, 196, budget, UP_SHARES["DeiT-S"]) / 1e6
     assert count == pytest.approx(75.27 + 24 * 196 * 384 * budget / 1e6, abs=0.01)

@@ -31,8 +31,8 @@ def test_reference_matches_loops(number, support, mask_fill):
     try:
         support = {**support, "mask_fill": mask_fill}
         cases = list(product([(1, 1), (1, 3), (3, 2), (3, 3)], (0, 1, 3), DECAY_VARIANTS))
-        # A third for each support; all for three that follow one another.
-        for grid, prefix, variant in cases[number % 3 :: 3]:
+        # A sixth for each support and fill; all for three supports that follow one another.
+        for grid, prefix, variant in cases[(2 * number + MASK_FILLS.index(mask_fill)) % 6 :: 6]:
             leaves = make_leaves(grid, prefix, variant, batch=1, heads=2, width=2)
             mask = brute_mask(support, 2, grid, prefix)
             weights = brute_weights(variant, leaves, 2, grid, prefix)

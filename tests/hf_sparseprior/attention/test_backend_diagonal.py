@@ -1,3 +1,5 @@
+from itertools import cycle, product
+
 import pytest
 
 from hf_sparseprior.attention.functional import run_plan
@@ -13,10 +15,13 @@ from tests.hf_sparseprior.attention.attention_cases import (
     make_plan,
 )
 
+VARIANTS = [None, *((name, True, True) for name in DECAYS)]
 
-@pytest.mark.parametrize("mask_fill", MASK_FILLS)
-@pytest.mark.parametrize("variant", [None, *((name, True, True) for name in DECAYS)])
-@pytest.mark.parametrize("name", ON_DIAGONALS)
+
+@pytest.mark.parametrize(
+    ("name", "mask_fill", "variant"),
+    [(*case, variant) for case, variant in zip(product(ON_DIAGONALS, MASK_FILLS), cycle(VARIANTS))],
+)
 def test_the_diagonal_path_makes_no_tensor_of_all_pairs(name, variant, mask_fill):
     plan = make_plan(name, (32, 32))
     columns = max(len(own) for own in plan.offsets) * 2

@@ -12,14 +12,11 @@ from hf_sparseprior.kernels import diagonal_cpu
 MODULES = ("decayed_cpu", "diagonal_cpu", "listed_cpu", "predicted_cpu", "triton_device")
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_the_core_reaches_the_kernels(name):
+def test_the_core_reaches_the_kernels_and_expects_their_interface():
     # A guarded import that failed would silently leave everything slow.
     assert compiled_kernels.kernels_missing() is None
-    assert getattr(compiled_kernels, name) is import_module(f"hf_sparseprior.kernels.{name}")
-
-
-def test_the_core_expects_the_interface_that_the_kernels_have():
+    for name in MODULES:
+        assert getattr(compiled_kernels, name) is import_module(f"hf_sparseprior.kernels.{name}")
     assert compiled_kernels.EXPECTED_VERSION == compiled_kernels.INSTALLED_VERSION == kernels.API_VERSION
 
 

@@ -27,9 +27,7 @@ def small(**fields: object) -> sp.SparsePriorViTModel:
     return sp.SparsePriorViTModel(sp.SparsePriorViTConfig(**{**SMALL, "prior": "dense", **fields})).eval()
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 7)])
-@pytest.mark.parametrize("prefix", [0, 5])
-@pytest.mark.parametrize("base", [100.0, 10000.0])
+@pytest.mark.parametrize(("grid", "prefix", "base"), [((4, 4), 0, 100.0), ((3, 5), 5, 1e4), ((1, 7), 5, 100.0)])
 def test_rotation_is_that_of_complex_numbers(grid: tuple[int, int], prefix: int, base: float) -> None:
     """Channels d and d + D / 2 are real and imaginary part, turned by exp(i angle); float64."""
     width = 16
@@ -47,11 +45,17 @@ def test_rotation_is_that_of_complex_numbers(grid: tuple[int, int], prefix: int,
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)  # angles are float32
 
 
-@pytest.mark.parametrize("training", [False, True])
+ALL_CHANGES = {"shift": 0.1, "jitter": 1.5, "rescale": 2.0}
+
+
 @pytest.mark.parametrize(
-    "change", [{}, {"shift": 0.2}, {"jitter": 1.3}, {"rescale": 2.0}, {"shift": 0.1, "jitter": 1.5, "rescale": 2.0}]
+    ("change", "training"),
+    [
+        *((change, True) for change in ({}, {"shift": 0.2}, {"jitter": 1.3}, {"rescale": 2.0}, ALL_CHANGES)),
+        (ALL_CHANGES, False),
+    ],
 )
-def test_as_in_transformers(training: bool, change: dict) -> None:
+def test_as_in_transformers(change: dict, training: bool) -> None:
     """Also the changes of training, drawn from the same random numbers."""
     names = {f"pos_embed_{name}": change.get(name) for name in ("shift", "jitter", "rescale")}
     config = DINOv3ViTConfig(hidden_size=48, num_attention_heads=3, image_size=32, patch_size=8, **names)
@@ -63,16 +67,15 @@ def test_as_in_transformers(training: bool, change: dict) -> None:
     torch.manual_seed(5)
     [rotation] = ours([(4, 4)], 5, q)
     for own, other in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(
-            rotate(own, rotation).transpose(1, 2), other, atol=1e-5, rtol=1e-5
-        )  # angles of float32
+        found = rotate(own, rotation).transpose(1, 2)
+        torch.testing.assert_close(found, other, atol=1e-5, rtol=1e-5)  # angles of float32
     changed = bool(change) and training
     still = RotaryPositions(16)([(4, 4)], 5, q)[0]
     assert torch.equal(rotation.cosines, still.cosines) != changed
 
 
-@pytest.mark.parametrize("prior", [*PRIORS, {"support": {"name": "fibottention", "order": "hilbert"}}])
-def test_every_backend_turns_alike(prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prior", [*PRIORS, {"support": {"name": "fibottention", "order": "hilbert"}}], ids=str)
+def test_every_backend_turns_alike(prior: str | dict, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = small(prior=prior), tokens(2, 3, 24, 32)
     with torch.no_grad():
         monkeypatch.setenv("SPARSEPRIOR_BACKEND", "reference")

@@ -91,10 +91,10 @@ def test_every_whole_number_of_a_prior_is_refused_or_harmless(quick):
     assert tried > len(SUPPORTS) + len(DECAYS)
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_frames", 10**9), ("num_frames", 2**16)])
-def test_a_clip_has_as_many_tokens_as_all_its_frames(field, value, quick):
-    with pytest.raises(ValueError, match=rf"{field}={value}\b.* must be {refused('tokens')}"):
-        sp.SparsePriorTimesformerConfig(**TINY, **{field: value})
+def test_a_clip_has_as_many_tokens_as_all_its_frames(quick):
+    for value in (10**9, 2**16):
+        with pytest.raises(ValueError, match=rf"num_frames={value}\b.* must be {refused('tokens')}"):
+            sp.SparsePriorTimesformerConfig(**TINY, num_frames=value)
 
 
 def test_all_weights_together_have_a_limit(quick):

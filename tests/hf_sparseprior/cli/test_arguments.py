@@ -66,11 +66,6 @@ def test_what_the_parser_repeats_is_what_the_work_knows():
     assert (predictors.FEATURES, predict.UNREADABLE) == (arguments.FEATURES, arguments.UNREADABLE)
 
 
-def test_a_command_does_its_work(capsys):
-    assert main(["list", "curves"]) == 0
-    assert "hilbert" in capsys.readouterr().out
-
-
 def test_the_console_script_is_the_module(monkeypatch):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {arguments.SCRIPT: f"{main.__module__}:{main.__name__}"}

@@ -5,6 +5,7 @@ import pytest
 from hf_sparseprior import __main__
 from hf_sparseprior.analysis import explain
 from hf_sparseprior.cli.command import USER_ERRORS, one_line
+from tests.each import each
 
 COMMAND = ["explain", "nonsense", "--grid", "14x14", "--no-picture"]
 
@@ -18,7 +19,7 @@ def test_a_bad_value_is_one_line_and_its_traceback_shows_on_demand(shown, monkey
     assert (len(lines) > 1 and lines[0].startswith("Traceback")) if shown == "1" else len(lines) == 1
 
 
-@pytest.mark.parametrize("mistake", [TypeError, AttributeError, KeyError, AssertionError, RuntimeError])
+@each("mistake", [TypeError, AttributeError, KeyError, AssertionError, RuntimeError])
 def test_a_mistake_of_the_program_keeps_its_traceback(mistake, monkeypatch):
     def broken(arguments):
         raise mistake("a slip")

@@ -1,4 +1,4 @@
-"""Exported files give what the model gives, in the programs that run them. No family, prior or program is left out.
+"""Exported files give what the model gives, in the programs that run them: of every family, with every kind of prior.
 
 The oracle is the model itself in float64 with attention written out.
 """
@@ -30,6 +30,7 @@ from hf_sparseprior.patterns.decay import PLACEMENTS
 from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
 from hf_sparseprior.priors.prior import prior_names
 from hf_sparseprior.saving.processor import takes_clips
+from tests.each import each
 from tests.hf_sparseprior.small import SMALL, small
 from tests.hf_sparseprior.toys import registered_family, registered_support
 from tests.processes import ROOT, run_script, script
@@ -89,8 +90,18 @@ MODELS = {
     "Swin, shifted along": ("sparseprior_swin", "classifier",
                             {"prior": {"support": {"name": "window", "w": 1, "order": "hilbert"}}, "depths": [2, 2]}),
 }  # fmt: skip
-QUICK = ["sparsifiner", "evit"]
 FILES = ("torch", "onnx", "openvino")  # test_packages.py has AOTInductor's, which take half a minute each
+QUICK = {"sparsifiner": FILES, "evit": FILES, "manhattan": ["torch"], "mask_fill zero": ["torch"]}
+# Priors with operations of their own, each of which every program must have. Other priors take one of the programs.
+OWN = (
+    *("topk", "sparsifiner_published", "linformer", "learned_order", "irpe_qkv", "transformer_xl", "dynamicvit"),
+    *("predicted for fewer", "several extras", "dense"),
+)
+# Graphs of these are those of others: with another mask of pairs, a part of one of OWN, or exported below.
+ALIKE = (
+    *("radial", "longformer", "strided", "random", "neighborhood", "localvit", "swin_rpb", "irpe_k", "irpe_qk"),
+    *("fibottention", "bigbird"),
+)
 
 
 def make(name, kind="classifier", **options):
@@ -165,55 +176,38 @@ def test_every_family(name, tmp_path):
     assert traced.outputs == ["logits"] and set(traced.attention) == {"reference"}  # a decay is written out
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_priors_that_choose_or_mix(case, tmp_path):
-    check_formats(make_with(case), tmp_path, FILES)
+def prior_cases():
+    slow, others = pytest.mark.slow, [case for case in PRIORS if case not in (*QUICK, *OWN, *ALIKE)]
+    yield from QUICK.items()
+    yield from (pytest.param(case, FILES, marks=slow) for case in OWN)
+    yield from (pytest.param(case, [FILES[i % 3]], marks=slow) for i, case in enumerate(others))
 
 
-@pytest.mark.parametrize("case", ["manhattan", "learned_order", "mask_fill zero"])
-def test_some_priors_in_torch_export(case, tmp_path):
-    check_formats(make_with(case), tmp_path, ["torch"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in PRIORS if case not in QUICK])
-def test_every_prior(case, tmp_path):
-    check_formats(make_with(case), tmp_path, FILES)
+@pytest.mark.parametrize(("case", "formats"), [*prior_cases()])
+def test_every_prior(case, formats, tmp_path):
+    check_formats(make_with(case), tmp_path, formats)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MODELS)
-def test_every_kind_of_model(case, tmp_path):
+@pytest.mark.parametrize(("case", "formats"), [(case, [("torch",), FILES[1:]][i % 2]) for i, case in enumerate(MODELS)])
+def test_every_kind_of_model(case, formats, tmp_path):
     name, kind, options = MODELS[case]
-    check_formats(make(name, kind, **options), tmp_path, FILES)
+    check_formats(make(name, kind, **options), tmp_path, formats)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prior", ["fibottention", PRIOR, "bigbird", "sparsifiner", "sparsifiner+violin"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_form_of_attention(prior, backend, tmp_path):
-    model = make("sparseprior_vit", prior=prior, **SHALLOW)
-    ran = trace(Exportable(model)).attention
-    able = {
-        "sdpa": "violin" not in prior,
-        "gather": True,
-        "diagonal": "fibottention" in prior,
-        "reference": True,
-    }
-    if not able[backend]:
-        if backend == BACKENDS[0]:
-            assert set(ran) == {"reference"}
-        else:
-            with pytest.raises(ValueError, match=f"--backend {backend} runs no layer of SparsePriorViT with prior"):
-                trace(Exportable(model), backend)
-        return
-    traced = check_formats(model, tmp_path, FILES, backend)
+# Without the one that a prior has by default, which the tests above export.
+FORMS = [
+    *(("gather", "bigbird"), ("gather", "sparsifiner+violin"), ("diagonal", "fibottention"), ("diagonal", PRIOR)),
+    *(("reference", "bigbird"), ("reference", "sparsifiner"), ("sdpa", "fibottention")),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "prior"), [("gather", PRIOR), *(pytest.param(*form, marks=pytest.mark.slow) for form in FORMS)]
+)
+def test_every_form_of_attention(backend, prior, tmp_path):
+    traced = check_formats(make("sparseprior_vit", prior=prior, **SHALLOW), tmp_path, FILES, backend)
     assert set(traced.attention) == {backend}
-
-
-def test_a_sparse_form(tmp_path):
-    traced = check_formats(make("sparseprior_vit", prior=PRIOR, **SHALLOW), tmp_path, FILES, "gather")
-    assert set(traced.attention) == {"gather"}
 
 
 @pytest.mark.slow
@@ -226,7 +220,7 @@ def test_a_pruned_model_and_one_of_another_family(tmp_path):
         SMALL[family.name] = {**family.config_class.presets["toy_tiny"]}
         try:
             (tmp_path / "toy").mkdir()
-            check_formats(make(family.name, prior=support), tmp_path / "toy", FILES)
+            check_formats(make(family.name, prior=support), tmp_path / "toy", ["onnx"])
         finally:
             del SMALL[family.name]
 
@@ -242,7 +236,8 @@ def test_outside_a_trace_nothing_is_plain(monkeypatch):
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
-NAME = "window+manhattan"  # of the saved model's prior, whose graph is small
+WINDOW = {"support": {"name": "window", "w": 1}, "decay": "manhattan"}  # whose graph is small
+NAME = "window+manhattan"
 
 
 @pytest.fixture
@@ -260,8 +255,7 @@ def alone(timed, monkeypatch):
 @pytest.fixture
 def saved(tmp_path, timed):
     """Folder of a classifier."""
-    prior = {"support": {"name": "window", "w": 1}, "decay": "manhattan"}
-    model = make("sparseprior_vit", prior=prior, image_mean=0.3, **SHALLOW)
+    model = make("sparseprior_vit", prior=WINDOW, image_mean=0.3, **SHALLOW)
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -327,26 +321,19 @@ def test_files_run_without_this_package_as_the_page_says(saved, tmp_path, capsys
     assert expected[0].shape == (3, 3) and np.abs(expected[0][0] - expected[0][1]).max() > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_every_family_at_another_size(name, tmp_path, alone):
+@each("name", SMALL)
+def test_every_family_at_another_size(name):
     model = make(name, prior="window+violin")
-    model.save_pretrained(tmp_path / "model")
-    height, width = 2 * small(name).image_size, small(name).image_size * 3
-    if FAMILIES[name].takes == "clips":
-        height, width = 24, 36
-    assert export(tmp_path / "model", tmp_path / "out", "--format", "onnx", "--size", f"{height}x{width}") == 0
-    call = FORMATS["onnx"].load(tmp_path / "out" / "model.onnx", 1)
-    model.config.image_size = [height, width]
+    side = model.config.image_size
+    exported = Exportable(model, (2 * side, 3 * side))
+    model.config.image_size = [2 * side, 3 * side]
     pixels = images(model.config, 2)
-    same(call(pixels), written_out(model, pixels))
-    assert json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())["size"] == {
-        "height": height,
-        "width": width,
-    }
+    with torch.no_grad():
+        same([output.numpy() for output in exported(pixels)], written_out(model, pixels))
+    assert exported.processor_settings()["size"] == {"height": 2 * side, "width": 3 * side}
 
 
-@pytest.mark.parametrize("case", PRIORS)
+@each("case", PRIORS)
 def test_every_prior_at_another_size(case):
     """What is interpolated once is what the model interpolates in every call."""
     model = make_with(case)
@@ -396,16 +383,23 @@ NARROW = [(weights, name) for weights, names in runtimes.WEIGHTS.items() for nam
 
 
 @pytest.mark.parametrize(("weights", "name"), NARROW)
-def test_weights_of_fewer_bits(alone, saved, tmp_path, capsys, weights, name):
-    assert export(saved, tmp_path / "out", "--format", name, "--weights", weights) == 0
+def test_weights_of_fewer_bits(alone, tmp_path, capsys, weights, name):
+    sizes = {"hidden_size": 384, "num_attention_heads": 3, "intermediate_size": 1536, **SHALLOW}
+    torch.manual_seed(0)
+    model = FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior=WINDOW, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    assert export(tmp_path / "model", tmp_path / "out", "--format", name, "--weights", weights) == 0
     printed, about = capsys.readouterr().out, json.loads((tmp_path / "out" / DEPLOYMENT).read_text())
     assert about["weights"] == weights and list(about["milliseconds"])[:2] == ["file", "float32"]
     assert f"{NAME}, weights of float32 " in printed and f"; with weights of {weights}: " in printed
     file = FORMATS[name].file
     pixels = torch.randn(3, 3, 16, 16)
     (narrow,) = FORMATS[name].load(tmp_path / "out" / file, 1)(pixels)
-    (whole,) = written_out(FAMILIES["sparseprior_vit"].classifier.from_pretrained(saved).eval(), pixels)
+    (whole,) = written_out(model, pixels)
     assert narrow.dtype == np.float32 and 1e-5 < np.abs(whole - narrow).max() < 0.1 * np.abs(whole).max()
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("model.*"))
+    share = {"int8": 0.35, "bfloat16": 0.6}[weights]  # of float32; the graph has its own
+    assert written < share * 4 * model.num_parameters()
     if weights == "bfloat16":
         state = torch.export.load(tmp_path / "out" / file).state_dict
         kept = {key for key, value in state.items() if value.dtype == torch.float32}
@@ -452,8 +446,10 @@ def test_after_files_in_openvino_signals_still_arrive(saved, tmp_path):
     assert process.wait(200) == 0, log.read_text()
 
 
-@pytest.mark.parametrize("name", ["torch", "openvino"])
-@pytest.mark.parametrize("prior", ["dense", PRIOR, "sparsifiner", "linformer"])
+@pytest.mark.parametrize(
+    ("name", "prior"),
+    [("torch", PRIOR), ("torch", "linformer"), ("openvino", "sparsifiner"), ("openvino", "linformer")],
+)
 def test_int8_weights_are_those_that_numpy_rounds(alone, tmp_path, name, prior):
     """The file gives what a model gives whose linear layers were rounded by hand, a scale for each output."""
     torch.manual_seed(0)
@@ -469,21 +465,6 @@ def test_int8_weights_are_those_that_numpy_rounds(alone, tmp_path, name, prior):
     (found,) = FORMATS[name].load(tmp_path / "out" / FORMATS[name].file, 1)(pixels)
     (expected,) = written_out(model, pixels)
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_with_int8_weights_is_a_quarter(timed, monkeypatch, tmp_path, name):
-    monkeypatch.setattr(deployment, "latencies", lambda *given: ({}, {}, []))
-    sizes = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "num_hidden_layers": 3}
-    FAMILIES["sparseprior_vit"].classifier(small("sparseprior_vit", prior="dense", **sizes)).save_pretrained(
-        tmp_path / "model"
-    )
-    bytes_ = []
-    for number, options in enumerate(([], ["--weights", "int8"])):
-        assert export(tmp_path / "model", tmp_path / str(number), "--format", name, *options) == 0
-        bytes_.append(sum(path.stat().st_size for path in (tmp_path / str(number)).glob("model.*")))
-    assert bytes_[1] < 0.35 * bytes_[0]  # the graph has its share
 
 
 def test_weights_that_give_no_numbers_are_refused(saved, tmp_path, capsys, monkeypatch):
@@ -568,7 +549,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "name"), NARROW)
+@pytest.mark.parametrize(("weights", "name"), [("bfloat16", "torch"), ("int8", "onnx")])  # that round activations, too
 def test_a_trained_model_stays_as_accurate(trained, tmp_path, alone, weights, name):
     model, labelled = trained
     arguments = ["--format", name, "--weights", weights, "--images", labelled]
@@ -579,29 +560,23 @@ def test_a_trained_model_stays_as_accurate(trained, tmp_path, alone, weights, na
 
 
 def test_images_are_for_classifiers_of_images(tmp_path, capsys):
-    for name, kind in (("sparseprior_vit", "base"), ("sparseprior_timesformer", "classifier")):
-        model = make(name, kind)
-        model.save_pretrained(tmp_path / name)
-        assert export(tmp_path / name, tmp_path / "out", "--format", "torch", "--images", tmp_path) == 2
-        assert f"not for a {type(model).__name__}" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    model = make("sparseprior_timesformer")  # of clips
+    model.save_pretrained(tmp_path / "model")
+    assert export(tmp_path / "model", tmp_path / "out", "--format", "torch", "--images", tmp_path) == 2
+    assert f"not for a {type(model).__name__}" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
-        (["--size", "24x16"], "--size needs --format; a folder to upload holds the model as it is"),
+        (["--size", "24x16"], "--size needs --format"),
         (["--backend", "gather"], "--backend needs --format"),
         (["--weights", "int8"], "--weights needs --format"),
         (["--images", "folder"], "--images needs --format"),
         (["--format", "onnx", "--weights", "bfloat16"], "--weights bfloat16 needs --format torch or aoti, not onnx"),
-        (
-            ["--format", "openvino", "--weights", "bfloat16"],
-            "needs --format torch or aoti, not openvino",
-        ),
         (["--format", "torch", "--images", "nowhere"], "--images nowhere is no folder"),
         (["--format", "onnx", "--license", "mit"], "--license is for the model card"),
         (["--format", "torch", "--size", "0"], "--size 0 must be HEIGHTxWIDTH or one number, each from 1 to"),
@@ -628,7 +603,7 @@ def test_an_existing_folder_and_what_is_no_model(saved, tmp_path, capsys):
     assert "out exists already" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("name", ["onnx", "openvino"])
+@each("name", ["onnx", "openvino"])
 def test_a_missing_package_is_named(saved, tmp_path, capsys, monkeypatch, name):
     missing = FORMATS[name].packages[-1]
     monkeypatch.setattr(runtimes, "find_spec", lambda package: None if package == missing else "there")
@@ -680,11 +655,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_other_outputs_than_the_models_are_refused(saved, tmp_path, capsys, monkeypatch, wrong):
+def test_other_outputs_than_the_models_are_refused(saved, tmp_path, capsys, monkeypatch):
+    exported = Exportable(FAMILIES["sparseprior_vit"].classifier.from_pretrained(saved).eval())
+    for wrong in WRONG.values():
+        with pytest.raises(ValueError, match="gives other outputs"), torch.no_grad():
+            call = lambda pixels, wrong=wrong: [wrong(one.numpy()) for one in exported(pixels)]  # noqa: E731
+            deployment.compare(exported, FORMATS["torch"], call)
+
     def loaded(file, threads):
         call = runtimes._load_torch(file, threads)
-        return lambda pixels: [WRONG[wrong](output) for output in call(pixels)]
+        return lambda pixels: [WRONG["far"](output) for output in call(pixels)]
 
     monkeypatch.setitem(FORMATS, "torch", dataclasses.replace(FORMATS["torch"], load=loaded))
     assert export(saved, tmp_path / "out", "--format", "torch") == 2
@@ -713,18 +693,19 @@ def test_some_images_may_choose_other_keys(prior, wrong, allowed):
     assert "(batches of 1 and 8); 4 of 9 images choose other keys or tokens" in line and line.endswith(": 1.0e-02")
 
 
-@pytest.mark.parametrize("prior", ["dense", "linformer", "bigbird"])
-def test_a_form_that_runs_no_layer_is_refused(tmp_path, capsys, prior):
-    make("sparseprior_vit", prior=prior, **LARGER).save_pretrained(tmp_path / "model")
-    assert export(tmp_path / "model", tmp_path / "out", "--format", "torch", "--backend", "diagonal") == 2
-    reason = {
-        "dense": "the support is dense, it has no offsets",
-        "linformer": "none of them computes attention over pairs",
-        "bigbird": "support 'bigbird' has pairs off its diagonals",
-    }
-    expected = f"--backend diagonal runs no layer of SparsePriorViT with prior {prior!r}: {reason[prior]}"
-    assert expected in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+@each(
+    "prior, reason",
+    [
+        ("dense", "the support is dense"),
+        ("linformer", "none of them computes attention over pairs"),
+        ("bigbird", "support 'bigbird' has pairs off its diagonals"),
+        ("sparsifiner", "the support is dense"),
+    ],
+)
+def test_a_form_that_runs_no_layer_is_refused(prior, reason):
+    expected = f"--backend diagonal runs no layer of SparsePriorViT with prior {prior!r}: {reason}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        trace(Exportable(make("sparseprior_vit", prior=prior, **LARGER)), "diagonal")
 
 
 # ---- the image processor --------------------------------------------------------------------------------------------
@@ -733,17 +714,16 @@ def test_a_form_that_runs_no_layer_is_refused(tmp_path, capsys, prior):
 def test_the_processors_settings_are_the_saved_ones_with_the_files_size(alone, saved, tmp_path, capsys):
     file = saved / "preprocessor_config.json"
     settings = json.loads(file.read_text())
-    file.write_text(json.dumps({**settings, "resample": 2, "image_std": [0.1, 0.2, 0.4]}))
+    changed = {**settings, "resample": 2, "image_std": [0.1, 0.2, 0.4]}
+    file.write_text(json.dumps(changed))
     assert export(saved, tmp_path / "out", "--format", "torch", "--size", "20") == 0
     written = json.loads((tmp_path / "out" / file.name).read_text())
-    assert written == {**settings, "resample": 2, "image_std": [0.1, 0.2, 0.4], "size": {"height": 20, "width": 20}}
-    file.unlink()
-    assert export(saved, tmp_path / "again", "--format", "torch") == 0
-    assert json.loads((tmp_path / "again" / file.name).read_text()) == settings
-    capsys.readouterr()
-    file.write_text(json.dumps({**settings, "do_center_crop": True, "crop_size": {"height": 16, "width": 16}}))
-    assert export(saved, tmp_path / "cropped", "--format", "torch") == 0
-    assert json.loads((tmp_path / "cropped" / file.name).read_text())["crop_size"] == {"height": 16, "width": 16}
+    assert written == {**changed, "size": {"height": 20, "width": 20}}
+    exported = Exportable(FAMILIES["sparseprior_vit"].classifier.from_pretrained(saved))
+    assert json.loads(json.dumps(deployment.fitted_processor(None, exported))) == settings
+    cropped = {**settings, "do_center_crop": True, "crop_size": {"height": 16, "width": 16}}
+    assert deployment.fitted_processor(cropped, exported)["crop_size"] == {"height": 16, "width": 16}
+    file.write_text(json.dumps(cropped))
     assert export(saved, tmp_path / "larger", "--format", "torch", "--size", "20") == 2
     assert "must be {'height': 20, 'width': 20}, the size of the exported images" in capsys.readouterr().err
     assert not (tmp_path / "larger").exists()

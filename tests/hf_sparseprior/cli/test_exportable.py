@@ -29,6 +29,7 @@ from hf_sparseprior.cli.deployment import DEPLOYMENT
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.saving.processor import PROCESSOR
+from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK, TINY, move_decays, tiny_clip
 from tests.hf_sparseprior.cli.test_deployment import FILES, export, same
 from tests.hf_sparseprior.models import head_cases
@@ -86,7 +87,21 @@ def cases(names, quick):
 # ---- transformers' models -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases([name for name in STOCK if name != "mae"], ["vit"]))
+@each("name", [name for name in STOCK if name != "mae"])
+def test_a_stock_model_takes_images_alone(name):
+    model, pixels = with_prior(STOCK[name].build()), STOCK[name].example()["pixel_values"]
+    with torch.no_grad():
+        expected = model(pixel_values=pixels).last_hidden_state
+        exported = Exportable(model)
+        torch.testing.assert_close(exported.named(pixels)["last_hidden_state"], expected)
+    assert exported.images(2).shape == pixels.shape
+
+
+# The other models of STOCK are, to a file, one of these.
+EXPORTED = ["vit", "dinov3", "beit", "clip", "siglip", "videomae", "vivit", "timesformer", "swin"]
+
+
+@pytest.mark.parametrize("name", cases(EXPORTED, ["vit"]))
 def test_stock_models(name, tmp_path, monkeypatch):
     model = with_prior(STOCK[name].build())
     if name in ("vit", *BIASED):
@@ -285,7 +300,15 @@ def test_adapters_without_a_model_are_refused_in_a_line(tmp_path, capsys):
 HEADS = {"upernet": {"logits"}, "detr": {"logits", "pred_boxes"}, "dpt": {"predicted_depth"}, "vitpose": {"heatmaps"}}
 
 
-@pytest.mark.parametrize("head", cases(HEADS, ["upernet"]))
+@each("head", HEADS)
+def test_outputs_of_heads(head):
+    exported = Exportable(head_cases.make(head, "sparseprior_vit").eval())
+    with torch.no_grad():
+        assert set(exported.named(exported.images(1))) == HEADS[head]
+    assert exported.dense_twin().prior == "dense"
+
+
+@pytest.mark.parametrize("head", cases(["upernet", "detr"], ["upernet"]))
 def test_heads_of_transformers(head, tmp_path, kernels):
     model = head_cases.make(head, "sparseprior_vit").eval()
     with torch.no_grad():
@@ -294,4 +317,3 @@ def test_heads_of_transformers(head, tmp_path, kernels):
                 parameter.normal_(std=0.1)
     about = check(model, tmp_path, ["onnx"], kernels=True)
     assert set(about["outputs"]) == HEADS[head] and about["attention"]["diagonal_output"] == 4
-    assert Exportable(model).dense_twin().prior == "dense"

@@ -17,6 +17,7 @@ from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import SUPPORTS
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.predictor import PREDICTORS
+from tests.each import each
 from tests.processes import ROOT
 
 REGISTERED = {
@@ -25,7 +26,7 @@ REGISTERED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", REGISTERED)
+@each("kind", REGISTERED)
 def test_every_name_has_a_line_that_says_what_it_is(kind):
     heading, *lines = listed([kind])
     rows = [line.split(maxsplit=1) for line in lines if line.startswith("  ") and line[2] != " "]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hf_sparseprior.convert.checkpoint import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.patterns.supports import build_mask
 from tasks.analysis.paper_numbers import unexplained_numbers
+from tests.each import each
 from tests.hf_sparseprior.small import SMALL
 
 VIT = {
@@ -50,7 +52,12 @@ FINER = {
 }  # fmt: skip
 KEY_WIDTHS = {"sparseprior_vit": [6, 6], "sparseprior_iformer": [16, 10, 10]}
 ALONG = {"support": {"name": "fibottention", "w_min": 1, "order": "hilbert"}, "decay": "violin"}
-PRIORS = ("dense", "fibottention", "violin", "fibottention+violin", ALONG)
+# Every family with a mask and a decay, and each of the others once.
+PAIRS = [
+    *((family, "fibottention+violin") for family in LARGER),
+    *(("sparseprior_vit", ALONG), ("sparseprior_vit", "fibottention"), ("sparseprior_swin", "violin")),
+    *(("sparseprior_convit", "dense"), ("sparseprior_iformer", ALONG)),
+]
 
 
 def make(family, dtype=torch.float32, **options):
@@ -82,8 +89,7 @@ def searched(model, ratio=0.4, structures=STRUCTURES, steps=3):
     return search
 
 
-@pytest.mark.parametrize("prior", PRIORS, ids=lambda prior: prior if isinstance(prior, str) else "along")
-@pytest.mark.parametrize("family", LARGER)
+@pytest.mark.parametrize(("family", "prior"), PAIRS, ids=lambda value: value if isinstance(value, str) else "along")
 def test_the_smaller_model_computes_what_the_masked_one_does(family, prior, tmp_path):
     model = make(family, prior=prior)
     with torch.no_grad():
@@ -107,43 +113,35 @@ def test_the_smaller_model_computes_what_the_masked_one_does(family, prior, tmp_
     assert load_whole_model(tmp_path).config.widths == smaller.config.widths
 
 
-@pytest.mark.parametrize(
-    ("prior", "options"),
-    [
-        ("violin+localvit", {}),
-        ("fibottention+swin_rpb", {}),
-        ("irpe_qk", {}),
-        ("bigbird", {}),
-        ("learned_order", {}),
-        ("topk", {}),
-        ("sparsifiner", {}),
-        ({"support": {"name": "fibottention", "mask_fill": "zero"}}, {}),
-        ({"support": {"name": "fibottention", "order": ["hilbert", "snake", "zigzag", "z_t"]}}, {}),
-        ("dense", {"stem": "convolution", "stem_channels": 4, "pooling": "class_token_and_mean"}),
-        ("dense", {"use_distillation_token": False, "token_classifier": True, "qkv_bias": False}),
+SQUEEZED = {"decay": "violin", "extras": [{"name": "localvit", "squeeze_excitation": 4}]}
+ORDERS = ["hilbert", "snake", "zigzag", "z_t"]
+OTHERS = {
+    "sparseprior_vit": [
+        *("violin+localvit", "fibottention+swin_rpb", "irpe_qk", "bigbird", "learned_order", "topk", "sparsifiner"),
+        {"support": {"name": "fibottention", "mask_fill": "zero"}},
+        {"support": {"name": "fibottention", "order": ORDERS}},
     ],
-    ids=str,
-)
-def test_other_priors_and_parts(prior, options):
-    check_smaller("sparseprior_vit", prior=prior, **options)
+    "sparseprior_iformer": [SQUEEZED, "fibottention+swin_rpb", "sparsifiner", ["fibottention", "violin"]],
+}
+PARTS = {
+    "sparseprior_vit": [
+        {"stem": "convolution", "stem_channels": 4, "pooling": "class_token_and_mean"},
+        {"use_distillation_token": False, "token_classifier": True, "qkv_bias": False},
+    ],
+    "sparseprior_iformer": [{"use_distillation_classifier": False, "layer_scale_init_value": 0}],
+}
 
 
 @pytest.mark.parametrize(
-    ("prior", "options"),
+    ("family", "options"),
     [
-        ({"decay": "violin", "extras": [{"name": "localvit", "squeeze_excitation": 4}]}, {}),
-        ("fibottention+swin_rpb", {}),
-        ("irpe_qk", {}),
-        ("bigbird", {}),
-        ("topk", {}),
-        ("sparsifiner", {}),
-        (["fibottention", "violin"], {}),
-        ("dense", {"use_distillation_classifier": False, "layer_scale_init_value": 0}),
+        *((family, {"prior": prior}) for family, priors in OTHERS.items() for prior in priors),
+        *((family, {"prior": "dense", **parts}) for family, several in PARTS.items() for parts in several),
     ],
     ids=str,
 )
-def test_other_priors_and_parts_of_an_iformer(prior, options):
-    check_smaller("sparseprior_iformer", prior=prior, **options)
+def test_other_priors_and_parts(family, options):
+    check_smaller(family, **options)
 
 
 def check_smaller(family, ratio=0.4, structures=STRUCTURES, **options):
@@ -176,8 +174,14 @@ def test_maps_of_an_iformer_are_0_where_channels_went():
         assert not own[:, ~channels].any()
 
 
-@pytest.mark.parametrize("structures", [PUBLISHED, *((one,) for one in STRUCTURES)], ids=str)
-@pytest.mark.parametrize("family", LARGER)
+# The two families whose layers have structures of their own, and the others with one that is all theirs.
+NAMED = [
+    *product(("sparseprior_vit", "sparseprior_iformer"), [PUBLISHED, *((one,) for one in STRUCTURES)]),
+    *(("sparseprior_swin", ("width",)), ("sparseprior_swin", ("heads",)), ("sparseprior_convit", PUBLISHED)),
+]
+
+
+@pytest.mark.parametrize(("family", "structures"), NAMED, ids=str)
 def test_only_the_named_structures_go(family, structures):
     model = make(family, prior="fibottention+violin", **FINER[family])
     ratio = 0.12
@@ -350,7 +354,7 @@ def check_gradients(model, rows):
 
     expected = {
         (group, unit): (loss_with(1 + 1e-5, of(unit)) - loss_with(1 - 1e-5, of(unit))) / 2e-5
-        for (group, of), unit in itertools.product(rows.items(), (0, 3))
+        for (group, of), unit in product(rows.items(), (0, 3))
     }
     search = MaskSearch(model, 0.3, STRUCTURES)
     for batch in batches:
@@ -450,8 +454,8 @@ def test_a_ratio_of_the_layers_is_of_what_attention_and_mlp_have(choice):
     assert shown == ["11.42", "15.67", "11.03", "15.44"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    "settings, message",
     [
         ({"ratio_of": "all"}, "ratio_of='all' must be one of model, layers"),
         ({"choice": "greedy"}, "choice='greedy' must be one of fill, threshold"),
@@ -509,8 +513,8 @@ def test_a_search_goes_on_from_its_file(tmp_path):
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ratio", "structures", "options", "message"),
+@each(
+    "ratio, structures, options, message",
     [
         (0, PUBLISHED, {}, "ratio=0 must be a number above 0 and below 1"),
         (1.0, PUBLISHED, {}, "ratio=1.0 must be a number above 0 and below 1"),
@@ -560,21 +564,8 @@ def test_a_family_that_cannot_be_compressed_says_so():
             FAMILIES[name].make_config(**SMALL[name], compressed={})
 
 
-@pytest.mark.parametrize(
-    ("compressed", "message"),
-    [
-        ({"value_width": [8]}, r"value_width=\[8\] must be a list with 3 numbers"),
-        ({"stem_width": [6, 0]}, "stem_width=0 must be"),
-        ({"conv": [6]}, "conv"),
-    ],
-)
-def test_bad_configs_of_an_iformer(compressed, message):
-    with pytest.raises(ValueError, match=message):
-        sp.SparsePriorIformerConfig(**IFORMER, compressed=compressed)
-
-
-@pytest.mark.parametrize(
-    ("compressed", "message"),
+@each(
+    "compressed, message",
     [
         ("half", "compressed='half' must be a map of heads, head_width"),
         ({"head": [[0], [1]]}, "head"),
@@ -589,6 +580,19 @@ def test_bad_configs_of_an_iformer(compressed, message):
 def test_bad_configs(compressed, message):
     with pytest.raises(ValueError, match=message):
         sp.SparsePriorViTConfig(**VIT, compressed=compressed)
+
+
+@each(
+    "compressed, message",
+    [
+        ({"value_width": [8]}, r"value_width=\[8\] must be a list with 3 numbers"),
+        ({"stem_width": [6, 0]}, "stem_width=0 must be"),
+        ({"conv": [6]}, "conv"),
+    ],
+)
+def test_bad_configs_of_an_iformer(compressed, message):
+    with pytest.raises(ValueError, match=message):
+        sp.SparsePriorIformerConfig(**IFORMER, compressed=compressed)
 
 
 def test_a_config_that_names_a_part_is_whole_in_the_rest():

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -66,23 +67,26 @@ def loader_for(source, pixels):
     return AutoModelForImageClassification if "logits" in source(pixels) else AutoModel
 
 
-def check_same_as_transformers(source, pixels, names, folder, old_name):
-    """From files with the names of version 4 of transformers, which it writes, or of 5, ours computes the same."""
+def check_same_as_transformers(source, pixels, folder, old_name):
+    """From files with the names of version 5 of transformers ours computes the same. What it writes are version 4's."""
     source.save_pretrained(folder / "source")
     path = folder / "source" / "model.safetensors"
     assert any(old_name in name for name in load_file(path))
-    if names == "version 5":
-        save_file({name: value.contiguous() for name, value in source.state_dict().items()}, path)
-        assert not any(old_name in name for name in load_file(path))
+    save_file({name: value.contiguous() for name, value in source.state_dict().items()}, path)
+    assert not any(old_name in name for name in load_file(path))
     convert_checkpoint(folder / "source", folder / "out")
     model = loader_for(source, pixels).from_pretrained(folder / "out")
     torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-4, atol=1e-5)
 
 
 def check_round_trip(source, pixels, folder, unused=()):
-    """Through ours and back a model of transformers has the very same weights, but for those whose names end so."""
+    """From files with the names of version 4 of transformers ours computes the same, and back from ours the model has
+    the very same weights, but for those whose names end so.
+    """
     source.save_pretrained(folder / "source")
     convert_checkpoint(folder / "source", folder / "ours")
+    model = loader_for(source, pixels).from_pretrained(folder / "ours")
+    torch.testing.assert_close(outputs(model, pixels), outputs(source, pixels), rtol=1e-4, atol=1e-5)
     assert main(["convert", str(folder / "ours"), str(folder / "back"), "--to", source.config.model_type]) == 0
     before, after = (
         {key: value for key, value in weights_in(folder / name).items() if not key.endswith(unused)}
@@ -129,3 +133,41 @@ def check_timm_folder(model, folder, but=()):
     labels = [] if classifies else ["id2label", "label2id"]  # of a head
     assert_same_config(model.config, back.config, but=[*but, *labels])
     return stock
+
+
+def write_timm_folder(folder, state, size=None, channels=3, **config):
+    """A folder in timm's layout, as its hub has them, of five classes; without a size it says none."""
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    pretrained = {"mean": [0.1] * channels, "std": [0.2] * channels}
+    pretrained |= {} if size is None else {"input_size": [3, *size]}
+    config = {"num_classes": 5, "pretrained_cfg": pretrained, "label_names": list("abcde"), "model_args": {}, **config}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def check_timm_both_ways(source, folder):
+    """Ours computes what a model of timm does, whose folder folder/source is, and comes back. Returns ours, and timm's
+    model from folder/back.
+    """
+    convert_checkpoint(folder / "source", folder / "ours")
+    model = load_whole_model(folder / "ours")
+    assert model.config.image_mean == [0.1] * source.in_chans and model.config.id2label[4] == "e"
+    pixels = pixels_for(model.config)
+    with torch.no_grad():
+        expected = source(pixels)
+    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-5, atol=1e-5)
+    assert main(["convert", str(folder / "ours"), str(folder / "back"), "--to", "timm"]) == 0
+    assert_same(source.state_dict(), weights_in(folder / "back"))
+    again = import_timm().create_model(f"local-dir:{folder / 'back'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(pixels), expected)
+    convert_checkpoint(folder / "back", folder / "again")
+    assert_same_config(model.config, load_whole_model(folder / "again").config)
+    return model, again
+
+
+def check_refused(source, message):
+    """It is not converted, and nothing is written beside it."""
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, source.parent / "out")
+    assert [path.name for path in source.parent.iterdir()] == [source.name]

@@ -1,8 +1,5 @@
 """ConViT of timm and from its original files as SparsePriorConvit, and back. The oracle is timm's own class."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,10 +10,12 @@ from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.models.pretrained import load_changed_model, load_whole_model
 from tests.hf_sparseprior.convert.conversions import (
     assert_same,
-    assert_same_config,
+    check_refused,
+    check_timm_both_ways,
     check_timm_folder,
     outputs,
     pixels_for,
+    write_timm_folder,
 )
 from tests.hf_sparseprior.small import scatter
 from tests.timm_oracle import import_timm
@@ -42,26 +41,6 @@ def timm_convit(**options):
     return scatter(ConVit(**{**SIZES, "num_classes": 5, **options}))
 
 
-def timm_folder(model, folder, **options):
-    """A folder in timm's layout, as its hub has them."""
-    folder.mkdir()
-    save_file(model.state_dict(), folder / "model.safetensors")
-    size = options.get("img_size", SIZES["img_size"])
-    config = {
-        "architecture": "convit_tiny",
-        "num_classes": 5,
-        "pretrained_cfg": {
-            "input_size": [3, size, size],
-            "mean": [0.1] * model.in_chans,
-            "std": [0.2] * model.in_chans,
-        },
-        "label_names": list("abcde"),
-        "model_args": {key: value for key, value in options.items() if key in ("global_pool", "locality_strength")},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def ours(folder, cls=SparsePriorConvitForImageClassification, **options):
     """A saved model of ours."""
     model = scatter(cls(SparsePriorConvitConfig(**{**OURS, **options})))
@@ -71,28 +50,16 @@ def ours(folder, cls=SparsePriorConvitForImageClassification, **options):
 
 @pytest.mark.parametrize("kind", TIMM)
 def test_models_of_timm_go_both_ways(kind, tmp_path):
-    source = timm_convit(**TIMM[kind])
-    folder = timm_folder(source, tmp_path / "source", **TIMM[kind])
-    convert_checkpoint(folder, tmp_path / "ours")
-    model = load_whole_model(tmp_path / "ours")
-    assert model.config.image_mean == [0.1] * source.in_chans and model.config.id2label[4] == "e"
-    assert model.config.locality_strength == source.locality_strength
-    pixels = pixels_for(model.config)
-    with torch.no_grad():
-        expected = source(pixels)
-    torch.testing.assert_close(outputs(model, pixels), expected, rtol=1e-5, atol=1e-5)
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "timm"]) == 0
-    assert_same(source.state_dict(), load_file(tmp_path / "back" / "model.safetensors"))
-    again = import_timm().create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
-    assert again.locality_strength == source.locality_strength
-    with torch.no_grad():
-        assert torch.equal(again(pixels), expected)
-    convert_checkpoint(tmp_path / "back", tmp_path / "again")
-    assert_same_config(model.config, load_whole_model(tmp_path / "again").config)
+    options = TIMM[kind]
+    source, size = timm_convit(**options), options.get("img_size", SIZES["img_size"])
+    arguments = {key: options[key] for key in ("global_pool", "locality_strength") if key in options}
+    config = {"architecture": "convit_tiny", "model_args": arguments}
+    write_timm_folder(tmp_path / "source", source.state_dict(), [size, size], source.in_chans, **config)
+    model, again = check_timm_both_ways(source, tmp_path)
+    assert model.config.locality_strength == again.locality_strength == source.locality_strength
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize(("suffix", "positions"), [(".pth", True), (".safetensors", False)])
 def test_files_go_both_ways(suffix, positions, tmp_path):
     """An original .pth file holds the weights by name, nothing around them."""
     source = timm_convit(use_pos_embed=positions, qkv_bias=True)
@@ -141,32 +108,21 @@ def test_another_image_size_interpolates_the_positions(tmp_path):
 
 REFUSED_FILES = {
     "gates": (
-        {"blocks.1.attn.gating_param": None, "blocks.2.attn.gating_param": torch.zeros(4)},
-        {},
-        "blocks 0, 2 have",
+        {"blocks.1.attn.gating_param": None, "blocks.2.attn.gating_param": torch.zeros(4)}, {}, "blocks 0, 2 have",
     ),
     "missing": (
-        {"norm.bias": None, "more.weight": torch.zeros(1)},
-        {},
-        "missing: convit.layernorm.bias; left over: more",
+        {"norm.bias": None, "more.weight": torch.zeros(1)}, {}, "missing: convit.layernorm.bias; left over: more",
     ),
     "no grid": ({"pos_embed": torch.zeros(1, 15, 16)}, {}, "pos_embed: 15 positions are no square grid"),
     "image": ({}, {"img_size": 40}, "pos_embed: 16 positions are no grid of 40 pixels"),
     "pool": ({}, {"global_pool": "max"}, "global_pool='max' must be 'token' or 'avg'"),
     "norm": ({}, {"norm_layer": "rmsnorm"}, r"norm_layer='rmsnorm' must be timm's default \(None\)"),
-    "hybrid": ({}, {"hybrid_backbone": "resnet"}, "hybrid_backbone='resnet' must be timm's default"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED_FILES)
 def test_other_architectures_of_timm_are_refused(case, tmp_path):
     changes, arguments, message = REFUSED_FILES[case]
-    state = {**timm_convit().state_dict(), **changes}
-    state = {name: value for name, value in state.items() if value is not None}
-    folder = timm_folder(SimpleNamespace(state_dict=lambda: state, in_chans=3), tmp_path / "source")
-    config = json.loads((folder / "config.json").read_text())
-    del config["pretrained_cfg"]["input_size"]
-    (folder / "config.json").write_text(json.dumps({**config, "model_args": arguments}))
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(folder, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    state = {name: value for name, value in {**timm_convit().state_dict(), **changes}.items() if value is not None}
+    write_timm_folder(tmp_path / "source", state, architecture="convit_tiny", model_args=arguments)
+    check_refused(tmp_path / "source", message)

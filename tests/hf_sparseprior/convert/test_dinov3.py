@@ -31,16 +31,11 @@ def source(folder, cls=DINOv3ViTModel, memory=False, **fields):
     return model
 
 
-@pytest.mark.parametrize("memory", [False, True], ids=["files", "memory"])
 @pytest.mark.parametrize(
-    "fields",
+    ("memory", "fields"),
     [
-        {},
-        {"num_register_tokens": 0},
-        {"key_bias": True},
-        {"query_bias": False, "value_bias": False},
-        {"rope_theta": 50.0},
-        {"image_size": [32, 48]},
+        *((False, {}), (True, {"num_register_tokens": 0}), (False, {"key_bias": True})),
+        *((True, {"query_bias": False, "value_bias": False}), (True, {"rope_theta": 50.0, "image_size": [32, 48]})),
     ],
 )
 def test_same_tokens(tmp_path, memory, fields) -> None:
@@ -55,7 +50,7 @@ def test_same_tokens(tmp_path, memory, fields) -> None:
         torch.testing.assert_close(found.pooler_output, expected.pooler_output, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("prior", ["fibottention", "violin", "fibottention+violin", "topk", "longformer"])
+@pytest.mark.parametrize("prior", ["fibottention+violin", "topk"])
 def test_a_prior_does_what_apply_prior_does(tmp_path, prior: str) -> None:
     theirs = source(tmp_path / "source")
     convert_checkpoint(tmp_path / "source", tmp_path / "ours", prior=prior)
@@ -140,8 +135,10 @@ def timm_model(name: str, **arguments):
     return scatter(import_timm().create_model(name, **TINY, **arguments))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize(("classes", "pool"), [(0, "token"), (5, "token"), (5, "avg")])
+@pytest.mark.parametrize(
+    ("name", "classes", "pool"),
+    [(ARCHITECTURES[0], 0, "token"), (ARCHITECTURES[0], 5, "avg"), (ARCHITECTURES[1], 5, "token")],
+)
 def test_folders_of_timm(tmp_path, name: str, classes: int, pool: str) -> None:
     theirs = timm_model(name, num_classes=classes, global_pool=pool)
     arguments = {**TINY, "global_pool": pool}
@@ -163,9 +160,10 @@ def test_files_of_timm_and_the_original_names(tmp_path, name: str) -> None:
     state = {key: value.contiguous() for key, value in theirs.state_dict().items()}
     save_file(state, tmp_path / "timm.safetensors")
     renamed = {"reg_token": "storage_tokens"}
-    original = {renamed.get(key, key): value for key, value in state.items() if "attn.q_bias" not in key}
     original = {
-        key.replace(".gamma_1", ".ls1.gamma").replace(".gamma_2", ".ls2.gamma"): v for key, v in original.items()
+        renamed.get(key, key).replace(".gamma_1", ".ls1.gamma").replace(".gamma_2", ".ls2.gamma"): value
+        for key, value in state.items()
+        if "attn.q_bias" not in key
     }
     width = TINY["embed_dim"]
     for number in range(TINY["depth"]):

@@ -32,49 +32,59 @@ DINOV2 = {"layerscale_value": 1, "pooling": "class_token_and_mean"}
 SIGLIP = {"use_class_token": False, "pooling": "mean"}
 DINOV3 = {"position_embedding": "rotary", "layerscale_value": 0.1}
 GREY = {"num_channels": 1, "image_mean": 0.5, "image_std": 0.5}
-# Of a family (target, fields, message).
+# Of a family (target, fields, what the message names).
 REFUSED = {
     "sparseprior_vit": [
-        ("vit", {"pooling": "mean"}, "pooling='mean' must be 'class_token'"),
-        ("vit", {"pooling": "class_token_and_mean"}, "pooling='class_token_and_mean' must be"),
-        ("vit", {"num_register_tokens": 2}, "num_register_tokens=2 must be 0"),
-        ("vit", {"layerscale_value": 0.1}, "layerscale_value=0.1 must be None"),
+        (
+            "vit",
+            {
+                "pooling": "class_token_and_mean", "num_register_tokens": 2, "layerscale_value": 0.1, "mlp_bias": False,
+                "position_embedding_for_class_token": False, "interpolation": "bilinear",
+            },
+            "pooling='class_token_and_mean'; num_register_tokens=2; layerscale_value=0.1; mlp_bias=False must be True; "
+            "position_embedding_for_class_token=False must be True; interpolation='bilinear' must be 'bicubic'",
+        ),
+        (
+            "vit",
+            {"use_class_token": False, "pooling": "mean", "position_embedding": "none"},
+            "pooling='mean' must be 'class_token'; use_class_token=False must be True; "
+            "position_embedding='none' must be 'learned'",
+        ),
         ("vit", {"use_distillation_token": True}, "use_distillation_token=True must be False"),
-        ("vit", {"mlp_bias": False}, "mlp_bias=False must be True"),
-        ("vit", {"use_class_token": False, "pooling": "mean"}, "use_class_token=False must be True"),
-        ("vit", {"position_embedding_for_class_token": False}, "position_embedding_for_class_token=False must be True"),
-        ("vit", {"position_embedding": "none"}, "position_embedding='none' must be 'learned'"),
-        ("vit", {"interpolation": "bilinear"}, "interpolation='bilinear' must be 'bicubic'"),
-        ("deit", {}, "use_distillation_token=False must be True"),
-        ("deit", {"proj_bias": False}, "proj_bias=False must be True"),
-        ("dinov2", {"layerscale_value": 1}, "pooling='class_token' must be 'class_token_and_mean'"),
-        ("dinov2", {"pooling": "class_token_and_mean"}, "layerscale_value=None must be a number"),
-        ("dinov2", {**DINOV2, "num_register_tokens": 1}, "num_register_tokens=1 must be 0"),
+        ("deit", {"proj_bias": False}, "use_distillation_token=False must be True; proj_bias=False must be True"),
+        (
+            "dinov2",
+            {"num_register_tokens": 1, "intermediate_size": 40, "image_size": (32, 48)},
+            "pooling='class_token' must be 'class_token_and_mean'; layerscale_value=None must be a number; "
+            "num_register_tokens=1 must be 0; intermediate_size=40 must be a multiple; image_size=[32, 48]",
+        ),
         ("dinov2_with_registers", DINOV2, "num_register_tokens=0 must be at least 1"),
-        ("dinov2", {**DINOV2, "intermediate_size": 40}, "intermediate_size=40 must be a multiple"),
-        ("dinov2", {**DINOV2, "image_size": (32, 48)}, r"image_size=\[32, 48\] must be square"),
-        ("dinov3_vit", {}, r"position_embedding='learned' must be 'rotary'.*layerscale_value.*classifier"),
-        ("siglip", {**SIGLIP, "use_class_token": True}, "use_class_token=True must be False"),
-        ("siglip", {}, "pooling='class_token' must be 'mean'"),
-        ("siglip", {**SIGLIP, "num_register_tokens": 2}, "num_register_tokens=2 must be 0"),
-        ("siglip", {**SIGLIP, "layerscale_value": 0.1}, "layerscale_value=0.1 must be None"),
-        ("siglip", {**SIGLIP, "qkv_bias": False}, "qkv_bias=False must be True"),
-        ("siglip", {**SIGLIP, "position_embedding": "none"}, "position_embedding='none' must be 'learned'"),
-        ("siglip", {**SIGLIP, "image_size": (32, 48)}, r"image_size=\[32, 48\] must be square"),
-        ("siglip", {**SIGLIP, "patch_size": (8, 4)}, r"patch_size=\[8, 4\] must be square"),
-        ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
-        ("timm", {"proj_bias": False}, "mlp_bias=True must be False"),
-        ("timm", {"pooling": "class_token_and_mean"}, "must be 'class_token' or 'mean'"),
-        ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be about 1e-06"),
+        ("dinov3_vit", {}, "position_embedding='learned' must be 'rotary'; layerscale_value; classifier"),
+        (
+            "siglip",
+            {
+                "num_register_tokens": 2, "layerscale_value": 0.1, "qkv_bias": False, "position_embedding": "none",
+                "image_size": (32, 48), "patch_size": (8, 4),
+            },
+            "use_class_token=True must be False; pooling='class_token' must be 'mean'; num_register_tokens=2; "
+            "layerscale_value=0.1 must be None; qkv_bias=False must be True; position_embedding='none'; "
+            "image_size=[32, 48] must be square; patch_size=[8, 4] must be square",
+        ),
+        (
+            "timm",
+            {"hidden_act": "relu", "proj_bias": False, "pooling": "class_token_and_mean", "layer_norm_eps": 1e-3},
+            "hidden_act='relu' must be 'gelu'; mlp_bias=True must be False; must be 'class_token' or 'mean'; "
+            "layer_norm_eps=0.001 must be about 1e-06",
+        ),
         (
             "timm",
             {"use_distillation_token": True, "use_distillation_classifier": False, "num_register_tokens": 1},
-            "num_register_tokens=1 must be 0; .*use_distillation_classifier=False must be True",
+            "num_register_tokens=1 must be 0; use_distillation_classifier=False must be True",
         ),
         (
             "original",
             {"num_register_tokens": 1, "pooling": "mean", "proj_bias": False},
-            "pooling='mean' must be 'class_token'; proj_bias=False must be True; num_register_to",
+            "pooling='mean' must be 'class_token'; proj_bias=False must be True; num_register_tokens=1 must be",
         ),
         *(
             (target, {**DINOV3, "num_register_tokens": 4}, "position_embedding='rotary' must be 'learned'")
@@ -95,7 +105,7 @@ REFUSED = {
     "sparseprior_convit": [
         ("timm", {"hidden_act": "relu"}, "hidden_act='relu' must be 'gelu'"),
         ("timm", {"layer_norm_eps": 1e-3}, "layer_norm_eps=0.001 must be 1e-06"),
-        ("timm", {"image_size": [32, 64]}, r"image_size=\[32, 64\] has 4x8 patches, which must be a square"),
+        ("timm", {"image_size": [32, 64]}, "image_size=[32, 64] has 4x8 patches, which must be a square"),
         ("timm", {"num_local_layers": 0}, "num_local_layers=0 must be at least 1"),
         ("original", {"interpolation": "bilinear"}, "interpolation='bilinear' must be 'bicubic'"),
         ("original", {"pooling": "mean"}, "pooling='mean' must be 'class_token' in a file"),
@@ -107,23 +117,16 @@ REFUSED = {
         (
             "original",
             {name: IFORMER[name][1:] for name in IFORMER if name.endswith(("_sizes", "_depths", "_reduction"))},
-            r"hidden_sizes=\[6, 8, 16\] must be of 4 stages",
+            "hidden_sizes=[6, 8, 16] must be of 4 stages",
         ),
     ],
-}
-# Of a target what it asks of a ViT.
-ASKED = {
-    "deit": {"use_distillation_token": True},
-    "dinov2": DINOV2,
-    "dinov2_with_registers": {**DINOV2, "num_register_tokens": 1},
-    "siglip": SIGLIP,
-    "dinov3_vit": DINOV3,
-}
+}  # fmt: skip
 DROPPED = [
     (family, target)
     for target, families in target_formats().items()
     for family in families
     if family in SMALL and "sparseprior" not in target
+    if family != "sparseprior_vit" or target in ("vit", "dinov3_vit", "timm", "original")
 ]
 
 
@@ -146,17 +149,17 @@ def file_or_folder(folder, target):
 def test_what_a_target_cannot_express_is_refused(family, target, fields, message, tmp_path, capsys):
     saved(family, tmp_path / "ours", **fields)
     out = file_or_folder(tmp_path, target)
-    with pytest.raises(ValueError, match=f"^{target} cannot express this model: .*{message}"):
-        convert_checkpoint(tmp_path / "ours", out, to=target)
     capsys.readouterr()  # transformers' bars of saving
     assert main(["convert", str(tmp_path / "ours"), str(out), "--to", target]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f" {target} cannot express this model: " in line
+    assert [part for part in message.split("; ") if part not in line] == []
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize(("family", "target"), DROPPED)
 def test_a_prior_is_dropped_only_when_asked(family, target, tmp_path, capsys):
-    fields = ASKED.get(target, {})
+    fields = DINOV3 if target == "dinov3_vit" else {}
     model = saved(family, tmp_path / "ours", prior="fibottention+violin", **fields)
     out = str(file_or_folder(tmp_path, target))
     command = ["convert", str(tmp_path / "ours"), out, "--to", target]
@@ -178,11 +181,10 @@ def test_a_prior_is_dropped_only_when_asked(family, target, tmp_path, capsys):
     assert_same(back.state_dict(), kept)
 
 
-@pytest.mark.parametrize("family", ["sparseprior_swin", "sparseprior_convit"])
-def test_targets_and_options_of_another_family_are_refused(family, tmp_path):
-    model = saved(family, tmp_path / "ours")
+def test_targets_and_options_of_another_family_are_refused(tmp_path):
+    saved("sparseprior_swin", tmp_path / "ours")
     for target in ("vit", "timesformer", "sparseprior_vit"):
-        with pytest.raises(ValueError, match=f"is a {model.config.model_type}, which {target} cannot express"):
+        with pytest.raises(ValueError, match=f"is a sparseprior_swin, which {target} cannot express"):
             convert_checkpoint(tmp_path / "ours", tmp_path / "out", to=target)
     convert_checkpoint(tmp_path / "ours", tmp_path / "w.safetensors", to="timm")
     with pytest.raises(ValueError, match="--heads 3 is for a ViT under timm's or mm's names; this source has a number"):

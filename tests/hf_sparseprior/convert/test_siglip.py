@@ -81,8 +81,7 @@ def near(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("names", ["files", "memory"])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(("kind", "names"), [(kind, ("memory", "files")[i % 2]) for i, kind in enumerate(CLASSES)])
 def test_models_of_transformers_compute_the_same(kind, names, tmp_path, capsys):
     source = make_source(kind)
     command = ["convert", str(saved(source, tmp_path / "source", names)), str(tmp_path / "ours")]
@@ -137,8 +136,13 @@ def small(**fields):
     return SparsePriorViTConfig(**{**defaults, **fields})
 
 
-@pytest.mark.parametrize("cls", [SparsePriorViTForImageClassification, SparsePriorViTModel])
-@pytest.mark.parametrize("fields", [{}, {"hidden_act": "gelu_pytorch_tanh", "num_channels": 1, "layer_norm_eps": 1e-3}])
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (SparsePriorViTForImageClassification, {"num_channels": 1, "layer_norm_eps": 1e-3}),
+        (SparsePriorViTModel, {"hidden_act": "gelu_pytorch_tanh"}),
+    ],
+)
 def test_ours_as_siglip_and_back(cls, fields, tmp_path, capsys):
     model = scatter(cls(small(**fields, drop_path_rate=0.1)))
     model.save_pretrained(tmp_path / "ours")
@@ -147,8 +151,7 @@ def test_ours_as_siglip_and_back(cls, fields, tmp_path, capsys):
     assert "note: drop_path_rate=0.1 is left out, siglip has none" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["tower", "classifier"])
-@pytest.mark.parametrize("prior", ["fibottention+violin", "manhattan"])
+@pytest.mark.parametrize(("kind", "prior"), [("tower", "fibottention+violin"), ("classifier", "manhattan")])
 def test_the_prior_of_a_stock_model_is_carried_over(kind, prior, tmp_path):
     check_stock_prior_is_carried_over(make_source(kind), prior, PIXELS, tmp_path)
 
@@ -236,26 +239,12 @@ def test_the_activation_follows_from_the_name():
 # ---- rotary positions -----------------------------------------------------------------------------------------------
 
 
-def timm_source(folder, name, **arguments):
-    timm_folder(folder / "source", name, arguments, 0)
-    return folder / "source"
-
-
-ROTARY = {
-    "timm EVA-02": (lambda folder: timm_source(folder, "eva02_tiny_patch14_224"), "eva02_tiny_patch14_224"),
-    "timm with learned positions too": (
-        lambda folder: timm_source(folder, "vit_small_patch16_rope_ape_224"),
-        "vit_small_patch16_rope_ape_224",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ROTARY)
-def test_rotary_positions_are_refused_by_name(case, tmp_path, capsys):
-    make, name = ROTARY[case]
-    source = make(tmp_path)
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_rope_ape_224"])
+def test_rotary_positions_are_refused_by_name(name, tmp_path, capsys):
+    """Of EVA-02, and with learned positions too."""
+    timm_folder(tmp_path / "source", name, {}, 0)
     capsys.readouterr()
-    assert main(["convert", str(source), str(tmp_path / "out")]) == 2
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert f"{name}: " in error and "rotary" in error
     assert "hf_sparseprior.apply_prior(model, prior)" in error and len(error.splitlines()) == 1

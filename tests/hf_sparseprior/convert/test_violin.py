@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 
 import pytest
 import torch
@@ -76,7 +77,6 @@ def published_weights(state, curves, method, prefix):
 @pytest.mark.parametrize(
     ("class_token", "positions", "curves", "method", "fixed", "alpha"),
     [
-        (False, True, THEIR_CURVES, "mul_v1", False, True),
         (True, True, THEIR_CURVES, "mul_v1", False, True),
         *((True, True, ["peano", "zigzag_T", "hilbert"], m, False, True) for m in ("mul_v2", "add_v1", "mul_after_sm")),
         (False, True, ["zigzag", "peano_T"], "add_after_sm", False, True),
@@ -90,12 +90,8 @@ def test_a_deit_checkpoint_computes_what_the_published_formula_does(
 ):
     state = with_scalars(random_weights(GRID, class_token, positions), curves, fixed, alpha)
     arguments = argparse.Namespace(curves=curves, method=method, input_size=16, mask="fixed" if fixed else "learned")
-    content = {
-        "model": state,
-        "optimizer": {"state": {}, "param_groups": [{"lr": 1e-3}]},
-        "epoch": 3,
-        "args": arguments,
-    }
+    optimizer = {"state": {}, "param_groups": [{"lr": 1e-3}]}
+    content = {"model": state, "optimizer": optimizer, "epoch": 3, "args": arguments}
     torch.save(content, tmp_path / "checkpoint.pth")
     convert_checkpoint(tmp_path / "checkpoint.pth", tmp_path / "ours")
     model = sp.SparsePriorViTForImageClassification.from_pretrained(tmp_path / "ours", dtype=torch.float64).eval()
@@ -143,10 +139,9 @@ def test_without_a_command_line_eight_vectors_are_the_default_curves(tmp_path):
 def test_what_a_file_does_not_say_is_refused(curves, arguments, message, tmp_path, capsys):
     content = {"model": with_scalars(random_weights(GRID), curves), "args": argparse.Namespace(**arguments)}
     torch.save(content, tmp_path / "checkpoint.pth")
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(tmp_path / "checkpoint.pth", tmp_path / "ours")
     assert main(["convert", str(tmp_path / "checkpoint.pth"), str(tmp_path / "ours")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1 and not (tmp_path / "ours").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line) and not (tmp_path / "ours").exists()
 
 
 def test_fixed_gammas_of_several_values_are_refused(tmp_path):

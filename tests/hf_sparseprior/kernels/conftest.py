@@ -142,6 +142,41 @@ class Kernels:
         sums = torch.autograd.grad(weights, list(scalars.values()), sizes, allow_unused=True)
         return {name: 0.0 if one is None else one.abs() for name, one in zip(scalars, sums, strict=True)}
 
+    def check_dropout(self, leaves, support, decay, grid, prefix, of="qkv", dropout_p=0.3):
+        """Output and the gradients of some leaves with the mask that was drawn, the rest in float64.
+
+        With unit vectors as v the output is the weights, which show what was dropped.
+        """
+        batch, heads, tokens, width = leaves["q"].shape
+        leaves = {name: leaf.detach().requires_grad_(name in of) for name, leaf in leaves.items()}
+
+        def run(values):
+            torch.manual_seed(5)
+            return self.attend({**leaves, "v": values}, support, decay, grid, prefix, dropout_p=dropout_p)
+
+        unit = torch.nn.functional.pad(torch.eye(tokens, device=self.device), (0, -tokens % width)).split(width, 1)
+        drawn = torch.cat([run(part.expand(batch, heads, tokens, width).clone()).detach() for part in unit], -1)
+        drawn = drawn[..., :tokens]
+        wide = {name: leaf.detach().double().requires_grad_(name in of) for name, leaf in leaves.items()}
+        options = {"backend": "reference", "need_weights": True}
+        _, weights = self.attend(wide, support, decay, grid, prefix, **options)
+        seen, kept = weights > 1e-12, drawn > 0
+        share = kept[seen].double().mean().item()
+        assert abs(share - (1 - dropout_p)) < 4 * (dropout_p * (1 - dropout_p) / seen.sum().item()) ** 0.5
+        factor = torch.where(kept, 1 / (1 - dropout_p), 0.0)
+        torch.testing.assert_close(drawn.double(), (weights * factor).detach(), rtol=0, atol=1e-5)
+
+        out, expected = run(leaves["v"]), (weights * factor) @ wide["v"]
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+        given = direction(leaves)
+        grads, others = (
+            torch.autograd.grad((found * given).sum(), [own[name] for name in of], allow_unused=True)
+            for found, own in ((out, leaves), (expected, wide))
+        )
+        for name, grad, other in zip(of, grads, others, strict=True):
+            if other is not None:
+                self.check_close(name, grad, other, torch.float32, 0.0 if name in "qkv" else 3e-5)
+
     def check_any_subset(self, leaves, support, decay, grid, prefix):
         """Gradients of some leaves are the same as with all leaves together; the others get none."""
         expected = self.run(leaves, support, decay, grid, prefix)
@@ -268,18 +303,31 @@ def poison(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
+# Its modules, without all that the package itself imports.
+ONLY_MODULES = """
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+package = ModuleType("hf_sparseprior")
+package.__path__ = find_spec("hf_sparseprior").submodule_search_locations
+sys.modules["hf_sparseprior"] = package
+"""
+
+
 @pytest.fixture
 def in_a_process():
-    """Output of Python code in a process of its own."""
+    """Output of Python code in a process of its own, which does not import transformers."""
 
     def run(code, **environment):
         root = str(Path(__file__).parents[3])
-        return subprocess.run(
-            [sys.executable, "-c", code],
+        done = subprocess.run(
+            [sys.executable, "-c", ONLY_MODULES + code],
             env={**os.environ, "PYTHONPATH": root, **environment},
             capture_output=True,
             text=True,
-            check=True,
-        ).stdout.strip()
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     return run

@@ -13,33 +13,22 @@ from types import SimpleNamespace
 import pytest
 
 from hf_sparseprior.kernels import build
-from tests.processes import run_script, wait_until
+from tests.processes import wait_until
 
-CHECK = "from hf_sparseprior.kernels import diagonal_cpu; print(diagonal_cpu.ready())"
+WITHOUT_A_COMPILER = """
+import torch
+from hf_sparseprior.attention.functional import attention
+from hf_sparseprior.kernels import diagonal_cpu
+print(diagonal_cpu.ready())
+x = torch.randn(1, 2, 401, 8)
+print(attention(x, x, x, "fibottention", num_prefix_tokens=1).shape)
+"""
 
 
 @pytest.mark.slow
-def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path):
-    code = (
-        f"{CHECK}; import torch, hf_sparseprior as sp; x = torch.randn(1, 2, 401, 8);"
-        "print(sp.ops.attention(x, x, x, 'fibottention', num_prefix_tokens=1).shape)"
-    )
-    environment = {"PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
-    said = run_script(code, folder=tmp_path, package=True, environment=environment).stdout
+def test_without_a_compiler_everything_still_runs_and_says_why(tmp_path, in_a_process):
+    said = in_a_process(WITHOUT_A_COMPILER, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))
     assert "no C++ compiler" in said and "401" in said
-
-
-@pytest.mark.slow
-def test_a_compiler_that_fails_leaves_nothing_and_is_named(tmp_path):
-    fake = tmp_path / "g++"
-    fake.write_text(
-        '#!/bin/sh\ncase "$1" in --version) echo fake 1;; *) echo "x.cpp:1: error: no" >&2; exit 1;; esac\n'
-    )
-    fake.chmod(0o755)
-    environment = {"CXX": str(fake), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    said = run_script(CHECK, folder=tmp_path, package=True, environment=environment).stdout
-    assert "g++ failed: x.cpp:1: error: no" in said
-    assert not list((tmp_path / "cache").rglob("*.so"))
 
 
 def test_a_built_kernel_is_not_built_again(cpp, caplog):
@@ -88,24 +77,19 @@ def calls(log):
     return len(log.read_text().splitlines())
 
 
-def test_sources_are_compiled_one_by_one_and_linked(fake):
-    library, log = fake()  # its version is no UTF-8
+@pytest.mark.parametrize("cxx", ["{}", "env A=1 {}"])
+def test_sources_are_compiled_one_by_one_and_linked(fake, cxx):
+    library, log = fake(cxx=cxx)  # its version is no UTF-8
     build.build(build.find_compiler(), library)
     assert build.misfit(library) is None and calls(log) == COMPILATIONS
     assert not list(library.parent.glob("*.build-*"))
 
 
-def test_a_compiler_may_have_arguments(fake):
-    library, log = fake(cxx="env A=1 {}")
-    build.build(build.find_compiler(), library)
-    assert build.misfit(library) is None and calls(log) == COMPILATIONS
-
-
-@pytest.mark.parametrize("variable", ["CXX", "SPARSEPRIOR_CXXFLAGS"])
-def test_words_that_no_shell_would_split_are_one_line(fake, monkeypatch, variable):
+def test_words_that_no_shell_would_split_are_one_line(fake, monkeypatch):
     fake()
-    monkeypatch.setenv(variable, "g++ 'open")
-    assert build._load() == f'{variable}="g++ \'open" cannot be split into words: No closing quotation'
+    for variable in ("SPARSEPRIOR_CXXFLAGS", "CXX"):
+        monkeypatch.setenv(variable, "g++ 'open")
+        assert build._load() == f'{variable}="g++ \'open" cannot be split into words: No closing quotation'
 
 
 def damage(library):
@@ -161,9 +145,10 @@ def test_kernels_that_crash_are_built_twice_and_refused_once_and_for_all(fake, c
 
 
 def test_a_build_that_failed_is_remembered_until_doctor_forgets_it(fake, monkeypatch, caplog):
-    _, log = fake(more='echo "x.cpp:1: error: no" >&2; exit 1')
+    library, log = fake(more='echo "x.cpp:1: error: no" >&2; exit 1')
     monkeypatch.setattr(build, "_state", {})
     assert "g++ failed: x.cpp:1: error: no" in build.load()
+    assert not list(library.parent.rglob("*.so"))
     first = calls(log)
     assert [record.levelno for record in caplog.records if "slower without" in record.message] == [logging.WARNING]
     assert build.load() and sum("slower without" in record.message for record in caplog.records) == 1
@@ -269,7 +254,8 @@ def test_the_kernels_do_not_know_torch(tmp_path):
         assert not re.search("torch|ATen|at::", re.sub("//.*", "", path.read_text())), path
     (tmp_path / "main.cpp").write_text(PROGRAM)
     command = [compiler, "-O0", "-std=c++20", "-march=native", "-Wno-psabi", "-Wno-unknown-pragmas"]
-    command += ["-I", str(build.FOLDER), "-o", str(tmp_path / "main"), str(tmp_path / "main.cpp"), *map(str, sources)]
+    command += ["-I", str(build.FOLDER), "-o", str(tmp_path / "main"), str(tmp_path / "main.cpp")]
+    command += [str(build.FOLDER / f"{name}_cpu.cpp") for name in ("listed", "decayed")]  # all are built like that
     subprocess.run(command, check=True, capture_output=True)
     said = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.split()
     # One head, three tokens of width 1, q = k = 0 and v = 1, 2, 6: each sees the two others alike with lists,

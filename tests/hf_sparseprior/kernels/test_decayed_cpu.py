@@ -17,7 +17,9 @@ GRIDS = [(1, 1), (1, 2), (2, 1), (3, 5), (4, 4), (1, 17), (1, 31), (4, 8), (3, 1
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_agrees_with_the_reference(cpp, decay, dtype):
-    for grid, prefix in itertools.product(GRIDS, range(6)):
+    # Every grid with one prefix or two, others with the next decay and dtype.
+    first = 2 * [*DECAYS].index(decay) + (dtype == torch.bfloat16)
+    for grid, prefix in list(itertools.product(GRIDS, range(6)))[first % 5 :: 5]:
         cpp.check(cpp.make(grid, prefix, decay=decay, dtype=dtype, batch=2, width=24), "dense", decay, grid, prefix)
 
 
@@ -38,12 +40,12 @@ def test_any_gamma(cpp, decay):
         cpp.check({**leaves, "alpha": torch.full_like(leaves["alpha"], alpha)}, "dense", decay, grid, 1)
 
 
-@pytest.mark.parametrize("beta", [-2.0, 0.0, 1.0, 2.0, 3.0])
-def test_many_positions(cpp, beta):
+def test_many_positions(cpp):
     """Blocks of fewer rows, and positions in several segments, of which rows of one block have different ones."""
     grid = (26, 25)
     leaves = cpp.make(grid, 2, decay="violin", width=16, heads=1)
-    cpp.check({**leaves, "beta": leaves["beta"] + beta - 3}, "dense", "violin", grid, 2)
+    for beta in (-2.0, 0.0, 1.0, 2.0, 3.0):
+        cpp.check({**leaves, "beta": leaves["beta"] + beta - 3}, "dense", "violin", grid, 2)
 
 
 def test_bfloat16_is_near_float32(cpp):
@@ -65,7 +67,7 @@ def test_groups_of_images(cpp, dtype):
 
 def test_random_sweep(cpp):
     values = random.Random(0)
-    for seed in range(60):
+    for seed in range(40):
         grid, prefix = (values.randint(1, 9), values.randint(1, 9)), values.randint(0, 5)
         decay = values.choice([*DECAYS])
         sizes = {"heads": values.randint(1, 5), "batch": values.randint(0, 10), "width": values.randint(1, 130)}
@@ -103,14 +105,15 @@ def test_operators_pass_torchs_own_checks(cpp, prefix):
 
 
 MEMORY = """
-import torch, hf_sparseprior as sp
+import torch
+from hf_sparseprior.attention.functional import attention
 
 def grown(backend, side):
     leaves = [torch.randn(1, 1, side * side, 16).requires_grad_() for _ in range(3)]
     decay = {"name": "manhattan", "beta": torch.ones(1, 1, requires_grad=True)}
     open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
     before = status("VmRSS")
-    sp.ops.attention(*leaves, "dense", decay, backend=backend).sum().backward()
+    attention(*leaves, "dense", decay, backend=backend).sum().backward()
     return status("VmHWM") - before
 
 def status(name):
@@ -138,25 +141,22 @@ def test_wrong_inputs_are_named(cpp):
         cpp.attend(leaves, "dense", "manhattan", (3, 3), 1, need_weights=True)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "positions", "log_gamma", "alpha", "prefix_gamma", "prefix"])
-def test_the_operator_names_wrong_inputs(cpp, name):
+def test_the_operators_name_wrong_inputs(cpp):
     names = ["q", "k", "v", "positions", "log_gamma", "alpha", "prefix_gamma", "prefix", "scale"]
     leaves = cpp.make((3, 3), 1, decay="manhattan")
     arguments = cpp.operator_arguments("decayed_forward", leaves, "dense", "manhattan", (3, 3), 1)
     given = dict(zip(names, arguments, strict=True))
-    value = given[name]
-    wrong = [-1, 10, 11] if name == "prefix" else [value[..., :1], value.unsqueeze(0), value.double(), value.long()]
-    for bad in wrong:
-        with pytest.raises(RuntimeError, match=name):
-            torch.ops.hf_sparseprior.decayed_forward(*{**given, name: bad}.values())
+    for name in names[:-1]:
+        value = given[name]
+        wrong = [-1, 10, 11] if name == "prefix" else [value[..., :1], value.unsqueeze(0), value.double(), value.long()]
+        for bad in wrong:
+            with pytest.raises(RuntimeError, match=name):
+                torch.ops.hf_sparseprior.decayed_forward(*{**given, name: bad}.values())
 
-
-@pytest.mark.parametrize("name", ["grad", "log_gamma", "alpha"])
-def test_the_backward_operator_names_wrong_inputs(cpp, name):
     names = ["grad", "q", "k", "v", "positions", "log_gamma", "alpha", "prefix_gamma"]
-    leaves = cpp.make((3, 3), 1, decay="manhattan")
     *arguments, prefix, scale = cpp.operator_arguments("decayed_backward", leaves, "dense", "manhattan", (3, 3), 1)
     given = dict(zip(names, arguments, strict=True))
-    for bad in (given[name][..., :1], given[name].double()):
-        with pytest.raises(RuntimeError, match=name):
-            torch.ops.hf_sparseprior.decayed_backward(*{**given, name: bad}.values(), prefix, scale)
+    for name in ("grad", "log_gamma", "alpha"):
+        for bad in (given[name][..., :1], given[name].double()):
+            with pytest.raises(RuntimeError, match=name):
+                torch.ops.hf_sparseprior.decayed_backward(*{**given, name: bad}.values(), prefix, scale)

@@ -10,7 +10,6 @@ from hf_sparseprior.attention.functional import attention, run_plan
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import decay_memory
-from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 
@@ -22,8 +21,11 @@ def test_agrees_with_the_reference(kernels, decay):
     cases = [((1, 1), 0), ((1, 2), 3), ((5, 7), 1), ((5, 7), 0)]  # blocks of 32 rows forward, of 16 keys backward
     if kernels.native:
         cases += itertools.product([(2, 2), (14, 14), (33, 32)], (0, 1, 5))
+    own = [*DECAYS].index(decay)
     for number, (grid, prefix) in enumerate(cases):
-        leaves = kernels.make(grid, prefix, decay=decay, prefix_beta=bool(number % 2))
+        if not kernels.native and (number + own) % 2:
+            continue  # the interpreter runs half of them for each decay
+        leaves = kernels.make(grid, prefix, decay=decay, prefix_beta=bool((number + own // 2) % 2))
         kernels.check(leaves, "dense", decay, grid, prefix)
 
 
@@ -97,8 +99,7 @@ def test_memory_of_tables_has_a_limit(kernels, small_blocks, monkeypatch):
         decay_memory.set_decay_memory(-1)
 
 
-@pytest.mark.parametrize("size", [32 * 64 * 4, 64 * 64 * 4, 2 * 64 * 64 * 4])
-def test_parts_of_a_table_give_what_the_whole_gives(kernels, small_blocks, monkeypatch, size):
+def test_parts_of_a_table_give_what_the_whole_gives(kernels, small_blocks, monkeypatch):
     """32 rows of one head at a time, one head at a time, two of three heads at a time."""
     leaves = kernels.make((5, 7), 1, heads=3, width=2, decay="manhattan")
     whole = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
@@ -106,17 +107,19 @@ def test_parts_of_a_table_give_what_the_whole_gives(kernels, small_blocks, monke
     monkeypatch.setattr(
         "hf_sparseprior.kernels.decayed_triton._Part", lambda *part: tables.append(part[0].nbytes) or parts(*part)
     )
-    monkeypatch.setattr(decay_memory, "_decay_memory", size)
-    found = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
-    assert max(tables) == size and len(tables) == 3 * -(-3 * 64 * 64 * 4 // size)
-    for name, value in whole.items():  # sums of dq are taken in another order
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    for size in (32 * 64 * 4, 64 * 64 * 4, 2 * 64 * 64 * 4):
+        tables.clear()
+        monkeypatch.setattr(decay_memory, "_decay_memory", size)
+        found = kernels.run(leaves, "dense", "manhattan", (5, 7), 1)
+        assert max(tables) == size and len(tables) == 3 * -(-3 * 64 * 64 * 4 // size)
+        for name, value in whole.items():  # sums of dq are taken in another order
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(kernels, dtype):
-    grid = (14, 14) if kernels.native else (5, 7)
-    leaves = kernels.make(grid, 1, heads=1, batch=2, width=16, decay="violin", dtype=dtype)
+    grid, batch = ((14, 14), 2) if kernels.native else ((5, 7), 1)
+    leaves = kernels.make(grid, 1, heads=1, batch=batch, width=16, decay="violin", dtype=dtype)
     kernels.check(leaves, "dense", "violin", grid, 1)
 
 
@@ -126,25 +129,6 @@ def test_any_head_width(kernels, width):
         for dtype in (torch.float32, torch.bfloat16) if kernels.native else (torch.float32,):
             leaves = kernels.make((3, 3), 1, heads=1, width=value, decay="manhattan", dtype=dtype)
             kernels.check(leaves, "dense", "manhattan", (3, 3), 1)
-
-
-def test_equation_12_written_out(kernels):
-    """M with loops over patches and curves, far from what the kernel does."""
-    grid, names = (3, 4), ["hilbert", "snake_t"]
-    leaves = kernels.make(grid, 1, heads=2, width=8)
-    beta, alpha = torch.tensor([[1.0, 2.0], [0.5, 3.0]]), torch.tensor([0.7, 1.3])
-    M = torch.ones(2, 13, 13, dtype=torch.float64)
-    for head, j, k in itertools.product(range(2), range(12), range(12)):
-        ranks = [curve_rank(name, grid).reshape(-1) for name in names]
-        terms = [torch.sigmoid(beta[c, head].double()) ** abs(int(r[j]) - int(r[k])) for c, r in enumerate(ranks)]
-        M[head, 1 + j, 1 + k] = sum(terms) / 2
-    q, k, v = (leaves[name].cpu().double() for name in "qkv")
-    logits = alpha.double().view(-1, 1, 1) * (q @ k.transpose(-1, -2)) / 8**0.5 * M
-    expected = torch.softmax(logits, -1) @ v
-    spec = {"name": "violin", "curves": names, "alpha": alpha.to(kernels.device), "beta": beta.to(kernels.device)}
-    inputs = (leaves["q"], leaves["k"], leaves["v"])
-    out = attention(*inputs, "dense", spec, num_prefix_tokens=1, grid=grid, backend="triton")
-    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=1e-5)
 
 
 def test_views_empty_batches_and_gradients_of_any_subset(kernels):
@@ -179,30 +163,8 @@ def test_every_element_is_written_and_two_runs_give_the_same_bits(kernels, monke
 
 
 def test_dropout_against_the_mask_that_was_drawn(kernels):
-    """With the unit matrix as v the output is the weights, which show what was dropped. The rest is in float64."""
-    grid, tokens, dropout_p = (4, 4), 17, 0.3
-    leaves = kernels.make(grid, 1, width=32, batch=2, decay="manhattan")
-    q, k, v = (leaves[name].requires_grad_() for name in "qkv")
-    spec = {"name": "manhattan", **{name: leaf for name, leaf in leaves.items() if name not in "qkv"}}
-
-    def run(values):
-        torch.manual_seed(5)
-        options = {"num_prefix_tokens": 1, "grid": grid, "dropout_p": dropout_p}
-        return attention(q, k, values, "dense", spec, backend="triton", **options)
-
-    unit = torch.eye(tokens, 32, device=kernels.device).expand(2, 2, tokens, 32)
-    drawn = run(unit)[..., :tokens].detach()
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    _, weights = attention(*wide, "dense", spec, num_prefix_tokens=1, grid=grid, backend="reference", need_weights=True)
-    share = (drawn > 0).double().mean().item()
-    assert abs(share - (1 - dropout_p)) < 4 * (0.21 / drawn.numel()) ** 0.5
-    factor = torch.where(drawn > 0, 1 / (1 - dropout_p), 0.0)
-    torch.testing.assert_close(drawn.double(), (weights * factor).detach(), rtol=0, atol=1e-5)
-    out, expected = run(v), (weights * factor) @ wide[2]
-    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(kernels.device)
-    grads = torch.autograd.grad((out * direction).sum(), (q, k, v))
-    for grad, other in zip(grads, torch.autograd.grad((expected * direction).sum(), wide), strict=True):
-        kernels.check_close("grad", grad, other, torch.float32)
+    leaves = kernels.make((4, 4), 1, width=32, batch=2, decay="manhattan")
+    kernels.check_dropout(leaves, "dense", "manhattan", (4, 4), 1)
 
 
 def test_operators_agree_with_their_fake_kernels(kernels):

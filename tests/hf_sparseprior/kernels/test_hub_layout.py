@@ -13,16 +13,13 @@ from tests import hub_layout
 RUNS = [name for name, (needed, _) in build.VARIANTS.items() if needed <= set(build._processor().split())]
 
 # Loads the package as `kernels` does, by its path and the name in metadata.json, and compares with all pairs written
-# out in float64, forward and backward. ALONE: this package is not to be found.
+# out in float64, forward and backward: without this package, and if BESIDE is 1 once more after it has been loaded.
 TRY = """
 import importlib.util, json, math, os, sys
 from pathlib import Path
 import torch
 
 folder = Path(sys.argv[1])
-if os.environ["BESIDE"] == "1":
-    import hf_sparseprior.kernels.diagonal_cpu as other
-    assert other.ready() is None, other.ready()
 if len(sys.argv) > 2:
     from kernels import get_local_kernel
     module = get_local_kernel(Path(sys.argv[2]))
@@ -60,51 +57,48 @@ signed = [o for own in offsets for one in own for o in ((one,) if one == 0 else 
 counts = torch.tensor([sum(1 if o == 0 else 2 for o in own) for own in offsets], dtype=torch.int32)
 lonely = ~allowed.any(-1)
 assert not lonely.any()
-found = module.diagonal_attention(q, k, v, torch.tensor(signed, dtype=torch.int32), counts, prefix, width**-0.5)
-compare(found, written_out(1.0, allowed))
+signed = torch.tensor(signed, dtype=torch.int32)
 
 keys = torch.full((1, heads, patches, tokens), -1, dtype=torch.int32)
 for head in range(heads):
     for row in range(patches):
         own = allowed[head, prefix + row].nonzero()[:, 0]
         keys[0, head, row, : len(own)] = own.int()
-found = module.listed_attention(q, k, v, keys, prefix, width**-0.5)
-compare(found, written_out(1.0, allowed))
 
 log_gamma, alpha, prefix_gamma = -torch.rand(1, heads), 1 + torch.rand(heads), torch.rand(heads)
 positions = torch.arange(patches, dtype=torch.float32).view(1, 1, -1)
 own = (log_gamma[0].double().view(-1, 1, 1) * distance).exp()
 factor = torch.where(is_prefix, prefix_gamma.double().view(-1, 1, 1), own)
-found = module.decayed_attention(q, k, v, positions, log_gamma, alpha, prefix_gamma, prefix, width**-0.5)
-compare(found, written_out(alpha.double().view(-1, 1, 1) * factor, torch.ones(tokens, tokens, dtype=torch.bool)))
-assert ("hf_sparseprior" in sys.modules) == (os.environ["BESIDE"] == "1")
+everywhere = torch.ones(tokens, tokens, dtype=torch.bool)
+
+
+def check():
+    found = module.diagonal_attention(q, k, v, signed, counts, prefix, width**-0.5)
+    compare(found, written_out(1.0, allowed))
+    found = module.listed_attention(q, k, v, keys, prefix, width**-0.5)
+    compare(found, written_out(1.0, allowed))
+    found = module.decayed_attention(q, k, v, positions, log_gamma, alpha, prefix_gamma, prefix, width**-0.5)
+    compare(found, written_out(alpha.double().view(-1, 1, 1) * factor, everywhere))
+
+
+check()
+assert "hf_sparseprior" not in sys.modules
+if os.environ["BESIDE"] == "1":
+    import hf_sparseprior.kernels.diagonal_cpu as other
+
+    assert other.ready() is None, other.ready()
+    check()
 print("equal", module.library.stem)
 """
 
 
-@pytest.fixture(scope="module")
-def laid_out(tmp_path_factory):
+@pytest.mark.slow
+def test_loaded_by_its_path_it_equals_all_pairs_written_out(tmp_path):
     if not RUNS or sys.platform != "linux":
         pytest.skip("this machine runs none of the libraries of a wheel")
     if build.find_compiler() is None:
         pytest.skip("there is no C++ compiler")
-    out = tmp_path_factory.mktemp("hub") / "sparseprior-attention"
-    return hub_layout.lay_out(out, RUNS[:1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("beside", ["0", "1"], ids=["alone", "beside this package"])
-def test_loaded_by_its_path_it_equals_all_pairs_written_out(laid_out, tmp_path, beside):
-    environment = {**os.environ, "BESIDE": beside}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", TRY, str(laid_out)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["equal", RUNS[0]]
-
-
-@pytest.mark.slow
-def test_what_the_layout_holds(laid_out):
+    laid_out = hub_layout.lay_out(tmp_path / "sparseprior-attention", RUNS[:1])
     metadata = json.loads((laid_out / "metadata.json").read_text(encoding="utf-8"))
     assert {"id", "name", "version", "license", "python-depends", "backend"} <= metadata.keys()
     assert laid_out.name == hub_layout.VARIANT and laid_out.parent.name == "build"
@@ -115,6 +109,13 @@ def test_what_the_layout_holds(laid_out):
         assert "hf_sparseprior::" not in text
     calls = (laid_out / "diagonal_cpu.py").read_text(encoding="utf-8")
     assert f"torch.ops.{metadata['id']}.diagonal_forward" in calls
+
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, "-P", "-c", TRY, str(laid_out)]
+    environment = {**os.environ, "BESIDE": "1"}
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["equal", RUNS[0]]
 
 
 def test_an_existing_folder_is_refused(tmp_path, capsys):

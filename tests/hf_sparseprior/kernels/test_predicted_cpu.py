@@ -1,6 +1,5 @@
 """The C++ kernel of Sparsifiner's keys against loops in exact arithmetic, and against PyTorch."""
 
-import itertools
 import random
 
 import pytest
@@ -48,7 +47,7 @@ def keys_by_hand(coefficients, basis, prefix, budget, threshold):
 @pytest.mark.parametrize("density", [1.0, 0.3, 0.02])
 def test_agrees_with_loops(density):
     values = random.Random(density)
-    for seed in range(60):
+    for seed in range(40):
         patches = values.choice([1, 2, 5, 15, 16, 17, 33, 70])
         rows, prefix, budget = values.choice([1, 3, 32]), values.randint(0, 2), values.randint(1, patches)
         coefficients, basis = exact(values.randint(1, 2), 2, patches, rows, seed, density)
@@ -102,21 +101,18 @@ def test_an_empty_batch_and_strides():
     assert torch.equal(predicted_cpu.predicted_keys(strided, basis.t().contiguous().t(), 1, 4, 0.05), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_inputs_give_one_line():
+    coefficients, basis = exact(1, 2, 20, 8, 1)
+    arguments = {"coefficients": coefficients, "basis": basis, "num_prefix_tokens": 1, "budget": 4, "threshold": 0.05}
+    for change, message in (
         ({"budget": 0}, "budget=0 1 to the 20 patches"),
         ({"budget": 21}, "budget=21 1 to the 20 patches"),
         ({"num_prefix_tokens": -1}, "prefix=-1 must be 0 or more"),
         ({"basis": torch.zeros(8, 19)}, r"must be float32 \(batch, heads, patches, rows\) and \(rows, patches\)"),
         ({"basis": torch.zeros(8, 20, dtype=torch.float64)}, "must be float32"),
-    ],
-)
-def test_bad_inputs_give_one_line(change, message):
-    coefficients, basis = exact(1, 2, 20, 8, 1)
-    arguments = {"coefficients": coefficients, "basis": basis, "num_prefix_tokens": 1, "budget": 4, "threshold": 0.05}
-    with pytest.raises(RuntimeError, match=message):
-        predicted_cpu.predicted_keys(**{**arguments, **change})
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            predicted_cpu.predicted_keys(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
@@ -171,14 +167,6 @@ def test_half_precision_scores_in_float32():
     assert seen[0].dtype == torch.int32
 
 
-def test_every_case_of_prefix_and_budget_ends_with_empty_places():
-    for prefix, budget in itertools.product((0, 1, 2), (1, 7, 12)):
-        coefficients, basis = exact(1, 2, 12, 4, 3, density=0.1)
-        keys = predicted_cpu.predicted_keys(coefficients, basis, prefix, budget, 0.05)
-        empty = keys < 0
-        assert (empty.long().diff(dim=-1) >= 0).all() and not empty[..., 0].any()
-
-
 # ---- coefficients ---------------------------------------------------------------------------------------------------
 
 
@@ -213,22 +201,14 @@ def test_a_layer_takes_its_coefficients_from_the_kernel():
     assert layer.predictor._compiled_coefficients(request._replace(q=q.double(), k=k.double())) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_coefficients_of_what_does_not_fit_are_refused():
+    q = torch.zeros(1, 2, 9, 4)
+    arguments = {"q": q, "k": q, "down": torch.zeros(3, 9), "num_prefix_tokens": 0, "scale": 1.0}
+    for change, message in (
         ({"k": torch.zeros(1, 2, 8, 4)}, "k of shape"),
         ({"down": torch.zeros(3, 8)}, "of 9 patches"),
         ({"down": torch.zeros(0, 8)}, "must be float32"),
         ({"num_prefix_tokens": 9}, "9 prefix tokens"),
-    ],
-)
-def test_coefficients_of_what_does_not_fit_are_refused(change, message):
-    arguments = {
-        "q": torch.zeros(1, 2, 9, 4),
-        "k": torch.zeros(1, 2, 9, 4),
-        "down": torch.zeros(3, 9),
-        "num_prefix_tokens": 0,
-        "scale": 1.0,
-    }
-    with pytest.raises(RuntimeError, match=message):
-        predicted_cpu.predicted_coefficients(**{**arguments, **change})
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            predicted_cpu.predicted_coefficients(**{**arguments, **change})

@@ -1,9 +1,5 @@
 """Launches that look up what was compiled: as often anew as Triton would compile, and with the arguments in order."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -81,15 +77,15 @@ def test_the_second_launch_hands_its_arguments_to_the_compiled_kernel(launch):
         assert all(a is b for a, b in zip(passed, (*arguments, 1, 64), strict=True))
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_what_triton_compiles_anew_takes_its_own_launch_first(launch, kind):
-    kernel = Kernel()
-    for _ in range(2):
-        launch(kernel, 7, USUAL, ROWS=64, PREFIX=1, num_warps=8)
-    launch(kernel, 7, OTHER_KINDS[kind], ROWS=64, PREFIX=1, num_warps=8)
-    assert kernel.made == 2
-    launch(kernel, 7, OTHER_KINDS[kind], ROWS=64, PREFIX=1, num_warps=8)
-    assert kernel.made == 2 and len(kernel.launched) == 2
+def test_what_triton_compiles_anew_takes_its_own_launch_first(launch):
+    for kind, arguments in OTHER_KINDS.items():
+        kernel = Kernel()
+        for _ in range(2):
+            launch(kernel, 7, USUAL, ROWS=64, PREFIX=1, num_warps=8)
+        launch(kernel, 7, arguments, ROWS=64, PREFIX=1, num_warps=8)
+        assert kernel.made == 2, kind
+        launch(kernel, 7, arguments, ROWS=64, PREFIX=1, num_warps=8)
+        assert kernel.made == 2 and len(kernel.launched) == 2, kind
     launch(kernel, 7, USUAL, ROWS=64, PREFIX=0, num_warps=8)
     launch(kernel, 7, USUAL, ROWS=64, PREFIX=1, num_warps=4)
     launch(Kernel(), 7, USUAL, ROWS=64, PREFIX=1, num_warps=8)
@@ -98,6 +94,8 @@ def test_what_triton_compiles_anew_takes_its_own_launch_first(launch, kind):
 
 # In a process without Triton's interpreter, which other tests have set.
 AS_TRITON = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
@@ -112,16 +110,15 @@ assert len(set(map(str, of_triton))) > 12
 for a, first in enumerate(arguments):
     for b, second in enumerate(arguments):
         assert _kind(first) != _kind(second) or of_triton[a] == of_triton[b], (first, second)
+print("as fine")
 """
 
 
-def test_kinds_are_at_least_as_fine_as_tritons():
+def test_kinds_are_at_least_as_fine_as_tritons(in_a_process):
     """Triton's own function says for which arguments it compiles anew."""
     if not hasattr(pytest.importorskip("triton._C.libtriton"), "native_specialize_impl"):
         pytest.skip("this release of Triton has it elsewhere")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", AS_TRITON], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert in_a_process(AS_TRITON) == "as fine"
 
 
 def test_another_launcher_of_triton_keeps_the_public_way(launch, caplog):

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -25,24 +26,25 @@ def sizes(kernel="diagonal_forward", width=64, dtype=torch.bfloat16):
     return triton_sizes.block_sizes(kernel, torch.empty(1, 1, 4, width, dtype=dtype))
 
 
-@pytest.mark.parametrize("kernel", triton_sizes.DIAGONAL)
-@pytest.mark.parametrize("width", [1, 5, 64, 80, 256])
-def test_defaults_along_diagonals(path, kernel, width):
-    found = sizes(kernel, width)
-    assert set(found) == {"WIDTH", "COLUMNS", "ROWS", "num_warps"}
-    assert found["WIDTH"] == width <= found["COLUMNS"] < 2 * width + 1
-    assert found["ROWS"] <= triton_sizes.MAX_ROWS
-    assert found["ROWS"] * found["COLUMNS"] <= triton_sizes.DIAGONAL[kernel]["elements"]
+WIDTHS = (1, 5, 64, 80, 256)
 
 
-@pytest.mark.parametrize("kernel", ["decayed_forward", "decayed_backward", "decayed_gradients"])
-@pytest.mark.parametrize("width", [1, 5, 64, 80, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_defaults_over_all_pairs(path, kernel, width, dtype):
-    found = sizes(kernel, width, dtype)
-    assert set(found) == {"WIDTH", "COLUMNS", "ROWS", "KEYS", "num_warps", "num_stages"}
-    assert found["WIDTH"] == width <= found["COLUMNS"] <= max(16, 2 * width)
-    assert found["ROWS"] * found["KEYS"] * found["COLUMNS"] <= 64 * 128 * 64
+def test_defaults_along_diagonals(path):
+    for kernel, width in product(triton_sizes.DIAGONAL, WIDTHS):
+        found = sizes(kernel, width)
+        assert set(found) == {"WIDTH", "COLUMNS", "ROWS", "num_warps"}
+        assert found["WIDTH"] == width <= found["COLUMNS"] < 2 * width + 1
+        assert found["ROWS"] <= triton_sizes.MAX_ROWS
+        assert found["ROWS"] * found["COLUMNS"] <= triton_sizes.DIAGONAL[kernel]["elements"]
+
+
+def test_defaults_over_all_pairs(path):
+    kernels = ("decayed_forward", "decayed_backward", "decayed_gradients")
+    for kernel, width, dtype in product(kernels, WIDTHS, (torch.bfloat16, torch.float32)):
+        found = sizes(kernel, width, dtype)
+        assert set(found) == {"WIDTH", "COLUMNS", "ROWS", "KEYS", "num_warps", "num_stages"}
+        assert found["WIDTH"] == width <= found["COLUMNS"] <= max(16, 2 * width)
+        assert found["ROWS"] * found["KEYS"] * found["COLUMNS"] <= 64 * 128 * 64
 
 
 def test_what_was_tuned_is_kept_and_used_on_its_device_alone(path, monkeypatch):
@@ -96,24 +98,21 @@ def test_a_tuner_keeps_the_fastest_that_is_faster_than_the_default(path, monkeyp
     assert sizes(kernel) == default and triton_sizes.TRIED == {}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        json.dumps({KEY: {"diagonal_forward 2 64": {"ROWS": 48, "num_warps": 4}}}),
-        json.dumps({KEY: {"diagonal_forward 2 64": {"ROWS": 32}}}),
-        json.dumps({KEY: {"diagonal_forward 2 64": {"ROWS": 32, "num_warps": 64}}}),
-        json.dumps({KEY: {"decayed_forward 2 64": {"ROWS": 32, "num_warps": 4}}}),
-        json.dumps({KEY: {"decayed_forward 2 64": {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 9}}}),
-        json.dumps({KEY: {"another 2 64": {"ROWS": 32, "num_warps": 4}}}),
-    ],
-)
-def test_a_damaged_table_is_named(path, content):
+def test_a_damaged_table_is_named(path):
+    entries = [
+        ("diagonal_forward", {"ROWS": 48, "num_warps": 4}),
+        ("diagonal_forward", {"ROWS": 32}),
+        ("diagonal_forward", {"ROWS": 32, "num_warps": 64}),
+        ("decayed_forward", {"ROWS": 32, "num_warps": 4}),
+        ("decayed_forward", {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 9}),
+        ("another", {"ROWS": 32, "num_warps": 4}),
+    ]
     path.parent.mkdir()
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"table\.json is no table of block sizes .*; remove it, or tune again"):
-        triton_sizes.tuned(KEY)
+    for content in ("{", "[]", *(json.dumps({KEY: {f"{kernel} 2 64": entry}}) for kernel, entry in entries)):
+        path.write_text(content)
+        triton_sizes.tuned.cache_clear()
+        with pytest.raises(ValueError, match=r"table\.json is no table of block sizes .*; remove it, or tune again"):
+            triton_sizes.tuned(KEY)
 
 
 @pytest.fixture
@@ -138,16 +137,7 @@ def card(path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "row"),
-    [
-        ((8, 0), (8, 0)),
-        ((8, 6), (8, 0)),
-        ((8, 9), (8, 0)),
-        ((9, 0), (9, 0)),
-        ((10, 3), (10, 0)),
-        ((12, 1), (12, 0)),
-        ((99, 0), (12, 0)),
-        ((7, 0), (8, 0)),
-    ],
+    [((8, 0), (8, 0)), ((8, 9), (8, 0)), ((9, 0), (9, 0)), ((10, 3), (10, 0)), ((99, 0), (12, 0)), ((7, 0), (8, 0))],
 )
 def test_a_card_takes_its_row_or_the_nearest_below_and_says_so_once(card, caplog, path, capability, row):
     with caplog.at_level(logging.DEBUG, "hf_sparseprior.kernels"):

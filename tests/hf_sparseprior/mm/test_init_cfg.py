@@ -2,23 +2,15 @@
 
 import argparse
 import os
+from itertools import cycle
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from hf_sparseprior import (
-    SparsePriorConvitConfig,
-    SparsePriorConvitForImageClassification,
-    SparsePriorIformerConfig,
-    SparsePriorIformerForImageClassification,
-    SparsePriorSwinConfig,
-    SparsePriorSwinForImageClassification,
-    SparsePriorViTConfig,
-    SparsePriorViTForImageClassification,
-    SparsePriorViTModel,
-)
+from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
+from hf_sparseprior.base import families
 from hf_sparseprior.convert import convert_checkpoint
 from hf_sparseprior.mm.backbone import SparsePriorConvit, SparsePriorIformer, SparsePriorSwin, SparsePriorViT
 from tests.each import each
@@ -30,27 +22,19 @@ VIT = {
     "intermediate_size": 32, "initializer_range": 0.3, "prior": "fibottention+violin",
 }  # fmt: skip
 FAMILIES = {
-    "vit": (SparsePriorViT, SparsePriorViTConfig, SparsePriorViTForImageClassification, VIT),
-    "swin": (SparsePriorSwin, SparsePriorSwinConfig, SparsePriorSwinForImageClassification, "sparseprior_swin"),
-    "convit": (
-        SparsePriorConvit, SparsePriorConvitConfig, SparsePriorConvitForImageClassification, "sparseprior_convit",
-    ),
-    "iformer": (
-        SparsePriorIformer, SparsePriorIformerConfig, SparsePriorIformerForImageClassification, "sparseprior_iformer",
-    ),
+    "vit": SparsePriorViT, "swin": SparsePriorSwin, "convit": SparsePriorConvit, "iformer": SparsePriorIformer,
 }  # fmt: skip
 
 
 def fields_of(family):
-    fields = FAMILIES[family][3]
-    return dict(fields if isinstance(fields, dict) else small.SMALL[fields], prior="violin")
+    return dict(VIT if family == "vit" else small.SMALL[f"sparseprior_{family}"], prior="violin")
 
 
-def trained(family, **changes):
+def trained(name):
     """A classifier whose every weight is moved from where it was drawn."""
-    _, config, classifier, _ = FAMILIES[family]
+    family = families.FAMILIES[f"sparseprior_{name}"]
     torch.manual_seed(0)
-    model = classifier(config(**{**fields_of(family), **changes}, num_labels=3)).eval()
+    model = family.classifier(family.make_config(**fields_of(name), num_labels=3)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -74,12 +58,11 @@ def checkpoint(tmp_path):
 # ---- files of weights -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("form", ["mmengine", "state dict", "safetensors"])
+@pytest.mark.parametrize(("family", "form"), [*zip(FAMILIES, cycle(["mmengine", "state dict", "safetensors"]))])
 def test_weights_of_a_file_are_those_of_the_folder(family, form, tmp_path):
     """The folder's loader is the other way there: the same backbone, and the same maps of an image."""
     pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
-    backbone, model = FAMILIES[family][0], trained(family)
+    backbone, model = FAMILIES[family], trained(family)
     model.save_pretrained(tmp_path / "folder")
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     options, file = {}, tmp_path / "weights.pth"
@@ -333,10 +316,11 @@ def test_initializers_that_do_nothing_are_refused(entry, said):
 # ---- activation checkpointing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("frozen", [-1, 0, 1])
+@pytest.mark.parametrize(
+    ("family", "frozen"), [*zip(FAMILIES, cycle([-1, 0, 1])), ("vit", 1), ("swin", 1), ("convit", 0), ("iformer", 0)]
+)
 def test_activation_checkpointing_computes_twice_and_gives_the_same_gradients(family, frozen):
-    backbone = FAMILIES[family][0]
+    backbone = FAMILIES[family]
     last = len(backbone(**fields_of(family)).map_sources) - 1
     images, gradients, calls = torch.randn(2, 3, 16, 16), [], []
     for with_cp in (False, True):
@@ -385,11 +369,11 @@ def test_class_tokens_of_convit_join_after_its_gated_layers():
         SparsePriorConvit(**fields, out_indices=[1, 2], output_cls_token=True)
 
 
-@pytest.mark.parametrize("family", ["swin", "iformer", "vit"])
+@each("family", ["swin", "iformer", "vit"])
 def test_class_tokens_of_models_without_one_are_refused(family):
     fields = {**fields_of(family), **({"use_class_token": False, "pooling": "mean"} if family == "vit" else {})}
     with pytest.raises(ValueError, match="output_cls_token=True needs a class token"):
-        FAMILIES[family][0](**fields, output_cls_token=True)
+        FAMILIES[family](**fields, output_cls_token=True)
     for key in ("output_cls_token", "with_cp"):
         with pytest.raises(ValueError, match=f"{key}='yes' must be True or False"):
             SparsePriorViT(**VIT, **{key: "yes"})
@@ -397,7 +381,7 @@ def test_class_tokens_of_models_without_one_are_refused(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_channels_are_those_of_the_maps(family):
-    backbone = FAMILIES[family][0](**fields_of(family), out_indices=[0, 1, 2])
+    backbone = FAMILIES[family](**fields_of(family), out_indices=[0, 1, 2])
     maps = backbone(torch.randn(1, 3, 16, 16))
     assert backbone.out_channels == [map_.shape[1] for map_ in maps]
     widths = backbone.embed_dims if isinstance(backbone.embed_dims, list) else [backbone.embed_dims]

@@ -76,14 +76,15 @@ def swin_depth(name):
     return first + int(parts[4]) + 1 if parts[3] == "layers" else [2, 5][int(parts[2])]
 
 
-@pytest.mark.parametrize(("framework", "constructor", "rate"), CASES)
-@pytest.mark.parametrize(
-    ("backbone", "depth", "layers"),
-    [(VIT, vit_depth, 3), ({"type": "SparsePriorSwin", **SWIN}, swin_depth, 5)],
-    ids=["vit", "swin"],
+BACKBONES = [(VIT, vit_depth, 3), ({"type": "SparsePriorSwin", **SWIN}, swin_depth, 5)]
+
+
+@each(
+    "case, backbone, depth, layers, told",
+    [(case, *BACKBONES[(i + told) % 2], told) for i, case in enumerate(CASES) for told in (False, True)],
 )
-@pytest.mark.parametrize("told", [True, False])
-def test_layers_have_their_rates(framework, constructor, rate, backbone, depth, layers, told):
+def test_layers_have_their_rates(case, backbone, depth, layers, told):
+    framework, constructor, rate = case
     model = model_of(framework, backbone)
     groups = groups_of(model, constructor, **{rate: RATE}, **({"num_layers": layers} if told else {}))
     seen = set()
@@ -100,8 +101,7 @@ def test_layers_have_their_rates(framework, constructor, rate, backbone, depth, 
     assert seen == set(range(layers + 2))
 
 
-@pytest.mark.parametrize(("framework", "constructor", "rate"), CASES[::2])
-@pytest.mark.parametrize("name", ["Swin", "Iformer"])
+@each("framework, constructor, rate, name", [(*CASES[0], "Swin"), (*CASES[2], "Iformer")])
 def test_stages_have_their_rates(framework, constructor, rate, name):
     """mm's own stage-wise rule, which knows ConvNeXt by the name of its class, for names without its merging."""
     backbone = {"type": f"SparsePrior{name}", **small.SMALL[f"sparseprior_{name.lower()}"], "prior": "violin"}
@@ -149,8 +149,8 @@ def test_settings_that_do_nothing_are_refused(paramwise, said):
         groups_of(model_of("mmdet", VIT), CASES[0][1], **paramwise)
 
 
-@pytest.mark.parametrize(
-    ("backbone", "layers"),
+@each(
+    "backbone, layers",
     [
         ({"type": "BEiT", "img_size": 16, "patch_size": 8, "embed_dims": 16, "num_layers": 2, "num_heads": 2}, 2),
         ({"type": "ToyConvNeXt"}, 12),

@@ -3,6 +3,7 @@
 import pytest
 
 from hf_sparseprior.priors.low_rank import MIXERS
+from tests.each import each
 from tests.hf_sparseprior.small import shipped_families, small
 
 CLIP_AXES = {"support": "fibottention", "time": "axes"}
@@ -94,9 +95,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "message"), [(family, *case) for family, cases in BAD.items() for case in cases], ids=str
-)
+@each("family, fields, message", [(family, *case) for family, cases in BAD.items() for case in cases])
 def test_bad_settings_are_named(family, fields, message):
     with pytest.raises(ValueError, match=message):
         small(family, **fields)

@@ -16,6 +16,7 @@ from hf_sparseprior.patterns.decay import DECAYS, INIT_PRESETS
 from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import SUPPORTS
 from hf_sparseprior.priors.prior import SLOTS
+from tests.each import each
 
 PRIORS = {support: {"support": support, "decay": decay} for support, decay in zip(SUPPORTS, cycle(DECAYS))}
 PRIORS |= {f"{name} sequence": {"support": {"name": "fibottention", "sequence": name}} for name in SEQUENCES}
@@ -30,20 +31,14 @@ def tiny(**settings):
 # ---- presets and parameter counts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_builds(preset):
-    config = SparsePriorViTConfig.from_preset(preset)
+@each("preset", PRESETS)
+def test_every_preset_builds_and_takes_overrides(preset):
+    own = SparsePriorViTConfig.from_preset(preset, prior="fibottention+violin", num_hidden_layers=3, num_labels=7)
+    assert (own.prior_name, own.num_hidden_layers, own.num_labels) == ("fibottention+violin", 3, 7)
+    config = SparsePriorViTConfig.from_preset(preset)  # the overrides left the table alone
     assert all(getattr(config, name) == value for name, value in PRESETS[preset].items() if name[:5] != "image")
-    assert config.prior_name == "dense" and config.pruning_ratio == 0
+    assert config.prior_name == "dense" and config.pruning_ratio == 0 and config.num_hidden_layers != 3
     assert config.grid == ((16, 16) if preset == "deit3_huge" else (14, 14))
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_take_overrides(preset):
-    config = SparsePriorViTConfig.from_preset(preset, prior="fibottention+violin", num_hidden_layers=3, num_labels=7)
-    assert (config.prior_name, config.num_hidden_layers, config.num_labels) == ("fibottention+violin", 3, 7)
-    # An override leaves the table of presets alone.
-    assert SparsePriorViTConfig.from_preset(preset).num_hidden_layers != 3
 
 
 def test_unknown_preset_lists_what_there_is():
@@ -111,8 +106,8 @@ def test_grid_and_prefix_tokens_follow_the_fields():
     assert tiny(use_class_token=False, pooling="mean").num_prefix_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("prior", "name"),
+@each(
+    "prior, name",
     [
         ("dense", "dense"),
         (None, "dense"),
@@ -148,83 +143,82 @@ def violin(**settings):
 
 # Fields, and what the one message has to contain: the field, the value, what is allowed. Those of supports and decays
 # are in test_supports.py and test_decay.py.
-BAD = {
-    "image no multiple": ({"image_size": 30}, ["image_size=30", "patch_size=4", "multiple"]),
-    "image height no multiple": ({"image_size": (30, 32)}, ["image_size=[30, 32]", "patch_size=4"]),
-    "image of three sides": ({"image_size": (32, 32, 3)}, ["image_size=(32, 32, 3)", "one number or (height, width)"]),
-    "image as text": ({"image_size": "32"}, ["image_size='32'", "1 or more, or (height, width)"]),
-    "image of zero": ({"image_size": 0}, ["image_size=0", "1 or more"]),
-    "image as float": ({"image_size": 32.0}, ["image_size=32.0", "integer"]),
-    "patch of zero": ({"patch_size": [4, 0]}, ["patch_size=0", "1 or more"]),
-    "channels": ({"num_channels": 0}, ["num_channels=0", "1 or more"]),
-    "heads": ({"num_attention_heads": 0}, ["num_attention_heads=0", "1 or more"]),
-    "heads do not divide": ({"num_attention_heads": 5}, ["hidden_size=24", "num_attention_heads=5", "multiple"]),
-    "layers": ({"num_hidden_layers": True}, ["num_hidden_layers=True", "integer"]),
-    "width as float": ({"hidden_size": 24.0}, ["hidden_size=24.0", "integer"]),
-    "mlp": ({"intermediate_size": None}, ["intermediate_size=None", "integer"]),
-    "registers": ({"num_register_tokens": -1}, ["num_register_tokens=-1", "0 or more"]),
-    "activation": ({"hidden_act": "gelo"}, ["hidden_act='gelo'", "gelu"]),
-    "activation of another type": ({"hidden_act": ["gelu"]}, ["hidden_act=['gelu']", "gelu"]),
-    "bias as text": ({"qkv_bias": "yes"}, ["qkv_bias='yes'", "True or False"]),
-    "bias as number": ({"mlp_bias": 1}, ["mlp_bias=1", "True or False"]),
-    "class token as text": ({"use_class_token": "False"}, ["use_class_token='False'", "True or False"]),
-    "pooling": ({"pooling": "max"}, ["pooling='max'", "class_token, mean, class_token_and_mean"]),
-    "pooling without class token": ({"use_class_token": False}, ["pooling='class_token'", "use_class_token", "'mean'"]),
-    "joint pooling without class token": (
+BAD = [
+    ({"image_size": 30}, ["image_size=30", "patch_size=4", "multiple"]),
+    ({"image_size": (30, 32)}, ["image_size=[30, 32]", "patch_size=4"]),
+    ({"image_size": (32, 32, 3)}, ["image_size=(32, 32, 3)", "one number or (height, width)"]),
+    ({"image_size": "32"}, ["image_size='32'", "1 or more, or (height, width)"]),
+    ({"image_size": 0}, ["image_size=0", "1 or more"]),
+    ({"image_size": 32.0}, ["image_size=32.0", "integer"]),
+    ({"patch_size": [4, 0]}, ["patch_size=0", "1 or more"]),
+    ({"num_channels": 0}, ["num_channels=0", "1 or more"]),
+    ({"num_attention_heads": 0}, ["num_attention_heads=0", "1 or more"]),
+    ({"num_attention_heads": 5}, ["hidden_size=24", "num_attention_heads=5", "multiple"]),
+    ({"num_hidden_layers": True}, ["num_hidden_layers=True", "integer"]),
+    ({"hidden_size": 24.0}, ["hidden_size=24.0", "integer"]),
+    ({"intermediate_size": None}, ["intermediate_size=None", "integer"]),
+    ({"num_register_tokens": -1}, ["num_register_tokens=-1", "0 or more"]),
+    ({"hidden_act": "gelo"}, ["hidden_act='gelo'", "gelu"]),
+    ({"hidden_act": ["gelu"]}, ["hidden_act=['gelu']", "gelu"]),
+    ({"qkv_bias": "yes"}, ["qkv_bias='yes'", "True or False"]),
+    ({"mlp_bias": 1}, ["mlp_bias=1", "True or False"]),
+    ({"use_class_token": "False"}, ["use_class_token='False'", "True or False"]),
+    ({"pooling": "max"}, ["pooling='max'", "class_token, mean, class_token_and_mean"]),
+    ({"use_class_token": False}, ["pooling='class_token'", "use_class_token", "'mean'"]),
+    (
         {"use_class_token": False, "pooling": "class_token_and_mean"},
         ["pooling='class_token_and_mean'", "use_class_token=True", "'mean'"],
     ),
-    "distillation classifier": (
+    (
         {"use_distillation_classifier": None},
         ["use_distillation_classifier=None", "True or False"],
     ),
-    "distillation without class token": (
+    (
         {"use_class_token": False, "pooling": "mean", "use_distillation_token": True},
         ["use_distillation_token=True", "use_class_token=True"],
     ),
-    "positions": ({"position_embedding": "sincos"}, ["position_embedding='sincos'", "learned, rotary, none"]),
-    "interpolation": ({"interpolation": "cubic"}, ["interpolation='cubic'", "bicubic, bilinear"]),
-    "drop path": ({"drop_path_rate": 1.1}, ["drop_path_rate=1.1", "[0, 1]"]),
-    "dropout": ({"hidden_dropout_prob": -0.1}, ["hidden_dropout_prob=-0.1", "[0, 1]"]),
-    "attention dropout": ({"attention_probs_dropout_prob": 2}, ["attention_probs_dropout_prob=2", "[0, 1]"]),
-    "dropout not a number": ({"hidden_dropout_prob": float("nan")}, ["hidden_dropout_prob=nan", "[0, 1]"]),
-    "dropout as text": ({"hidden_dropout_prob": "0.1"}, ["hidden_dropout_prob='0.1'", "[0, 1]"]),
-    "eps": ({"layer_norm_eps": -1e-6}, ["layer_norm_eps=-1e-06", "[0, inf)"]),
-    "range": ({"initializer_range": -1}, ["initializer_range=-1", "[0, inf)"]),
-    "layerscale": ({"layerscale_value": "small"}, ["layerscale_value='small'", "number"]),
-    "mean of two channels": ({"image_mean": [0.5, 0.5]}, ["image_mean=[0.5, 0.5]", "each of 3 channels"]),
-    "std as text": ({"image_std": ["a", "b", "c"]}, ["image_std", "'a'", "number"]),
-    "std of zero": ({"image_std": [0.5, 0, 0.5]}, ["image_std", "0"]),
-    "unknown prior": ({"prior": "attention"}, ["prior='attention'", "fibottention", "violin", "dense"]),
-    "prior of another type": ({"prior": 3}, ["prior=3", "name", "dict"]),
-    "empty prior": ({"prior": ""}, ["prior=''", "fibottention"]),
-    "two supports": ({"prior": "window+fibottention"}, ["support twice", "'window'", "'fibottention'"]),
-    "two decays": ({"prior": "violin+manhattan"}, ["decay twice", "'violin'", "'manhattan'"]),
-    "misspelt slot": ({"prior": {"suport": "dense"}}, ["'suport'", "did you mean 'support'"]),
-    "unknown support": ({"prior": {"support": "violin"}}, ["support='violin'", "fibottention"]),
-    "support without name": ({"prior": {"support": {"w_min": 3}}}, ["support", "fibottention", "{'w_min': 3}"]),
-    "support of another type": ({"prior": {"support": 5}}, ["support", "5", "fibottention"]),
-    "unknown decay": ({"prior": {"decay": "violn"}}, ["decay='violn'", "violin"]),
-    "decay of another type": ({"prior": {"decay": 5}}, ["decay", "5", "violin"]),
-    "predictor": ({"prior": {"predictor": "sparsifier"}}, ["predictor='sparsifier'", "topk"]),
-    "mixer": ({"prior": {"mixer": "linear"}}, ["mixer='linear'", "softmax"]),
-    "mixer of another type": ({"prior": {"mixer": ["softmax"]}}, ["mixer=['softmax']"]),
-    "extras": ({"prior": {"extras": ["lora"]}}, ["extras='lora'", "swin_rpb"]),
-    "w_min": (fibottention(w_min=-1), ["w_min=-1", "1 or more", "64 patch tokens", "8x8 grid"]),
-    "misspelt setting": (fibottention(w_mim=3), ["'w_mim'", "did you mean 'w_min'"]),
-    "sequence": (fibottention(sequence="primes"), ["sequence='primes'", "wythoff"]),
-    "sequence base": (fibottention(sequence={"name": "powers", "base": 1}), ["base=1", "2 or more"]),
-    "sequence setting": (fibottention(sequence={"name": "powers", "bas": 3}), ["'bas'", "did you mean 'base'"]),
-    "sequence of nothing": (fibottention(sequence={"name": "fibonacci", "a": 0, "b": 0}), ["a=0", "b=0"]),
-    "curve": (violin(curves=["hilbert", "moore"]), ["'moore'", *curve_names()]),
-    "init": (violin(init="big"), ["init='big'", *INIT_PRESETS]),
-    "stage": ({"out_features": ["stage9"]}, ["stage9", "stage2"]),
-}
+    ({"position_embedding": "sincos"}, ["position_embedding='sincos'", "learned, rotary, none"]),
+    ({"interpolation": "cubic"}, ["interpolation='cubic'", "bicubic, bilinear"]),
+    ({"drop_path_rate": 1.1}, ["drop_path_rate=1.1", "[0, 1]"]),
+    ({"hidden_dropout_prob": -0.1}, ["hidden_dropout_prob=-0.1", "[0, 1]"]),
+    ({"attention_probs_dropout_prob": 2}, ["attention_probs_dropout_prob=2", "[0, 1]"]),
+    ({"hidden_dropout_prob": float("nan")}, ["hidden_dropout_prob=nan", "[0, 1]"]),
+    ({"hidden_dropout_prob": "0.1"}, ["hidden_dropout_prob='0.1'", "[0, 1]"]),
+    ({"layer_norm_eps": -1e-6}, ["layer_norm_eps=-1e-06", "[0, inf)"]),
+    ({"initializer_range": -1}, ["initializer_range=-1", "[0, inf)"]),
+    ({"layerscale_value": "small"}, ["layerscale_value='small'", "number"]),
+    ({"image_mean": [0.5, 0.5]}, ["image_mean=[0.5, 0.5]", "each of 3 channels"]),
+    ({"image_std": ["a", "b", "c"]}, ["image_std", "'a'", "number"]),
+    ({"image_std": [0.5, 0, 0.5]}, ["image_std", "0"]),
+    ({"prior": "attention"}, ["prior='attention'", "fibottention", "violin", "dense"]),
+    ({"prior": 3}, ["prior=3", "name", "dict"]),
+    ({"prior": ""}, ["prior=''", "fibottention"]),
+    ({"prior": "window+fibottention"}, ["support twice", "'window'", "'fibottention'"]),
+    ({"prior": "violin+manhattan"}, ["decay twice", "'violin'", "'manhattan'"]),
+    ({"prior": {"suport": "dense"}}, ["'suport'", "did you mean 'support'"]),
+    ({"prior": {"support": "violin"}}, ["support='violin'", "fibottention"]),
+    ({"prior": {"support": {"w_min": 3}}}, ["support", "fibottention", "{'w_min': 3}"]),
+    ({"prior": {"support": 5}}, ["support", "5", "fibottention"]),
+    ({"prior": {"decay": "violn"}}, ["decay='violn'", "violin"]),
+    ({"prior": {"decay": 5}}, ["decay", "5", "violin"]),
+    ({"prior": {"predictor": "sparsifier"}}, ["predictor='sparsifier'", "topk"]),
+    ({"prior": {"mixer": "linear"}}, ["mixer='linear'", "softmax"]),
+    ({"prior": {"mixer": ["softmax"]}}, ["mixer=['softmax']"]),
+    ({"prior": {"extras": ["lora"]}}, ["extras='lora'", "swin_rpb"]),
+    (fibottention(w_min=-1), ["w_min=-1", "1 or more", "64 patch tokens", "8x8 grid"]),
+    (fibottention(w_mim=3), ["'w_mim'", "did you mean 'w_min'"]),
+    (fibottention(sequence="primes"), ["sequence='primes'", "wythoff"]),
+    (fibottention(sequence={"name": "powers", "base": 1}), ["base=1", "2 or more"]),
+    (fibottention(sequence={"name": "powers", "bas": 3}), ["'bas'", "did you mean 'base'"]),
+    (fibottention(sequence={"name": "fibonacci", "a": 0, "b": 0}), ["a=0", "b=0"]),
+    (violin(curves=["hilbert", "moore"]), ["'moore'", *curve_names()]),
+    (violin(init="big"), ["init='big'", *INIT_PRESETS]),
+    ({"out_features": ["stage9"]}, ["stage9", "stage2"]),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_values_are_named_in_one_error(case):
-    fields, fragments = BAD[case]
+@each("fields, fragments", BAD)
+def test_bad_values_are_named_in_one_error(fields, fragments):
     with pytest.raises(ValueError) as caught:
         tiny(**fields)
     message = str(caught.value)
@@ -232,12 +226,10 @@ def test_bad_values_are_named_in_one_error(case):
     assert not [fragment for fragment in fragments if fragment not in message], message
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("fibotention", "fibottention"), ("violn", "violin"), ("windows", "window")]
-)
-def test_unknown_prior_suggests_the_nearest_name(name, near):
-    with pytest.raises(ValueError, match=f"{name}.*did you mean '{near}'"):
-        tiny(prior=name)
+def test_unknown_prior_suggests_the_nearest_name():
+    for name, near in (("fibotention", "fibottention"), ("violn", "violin"), ("windows", "window")):
+        with pytest.raises(ValueError, match=f"{name}.*did you mean '{near}'"):
+            tiny(prior=name)
 
 
 def test_every_bad_field_is_also_refused_by_validate():
@@ -261,18 +253,13 @@ def test_numpy_and_boundary_values_are_accepted_and_become_plain():
         hidden_dropout_prob=np.float64(0.5),
         layerscale_value=1,
         image_mean=0,
-        prior={"support": {"name": "fibottention", "shuffle_seed": np.int64(3)}},
+        prior={"support": {"name": "fibottention", "shuffle_seed": np.int64(3), "w_max": np.int64(9)}},
     )
     assert type(config.hidden_size) is int and type(config.image_size[0]) is int and config.qkv_bias is False
     assert config.layer_norm_eps == 0 and config.image_mean == [0.0, 0.0, 0.0]
-    assert json.loads(config.to_json_string())["prior"]["support"]["shuffle_seed"] == 3
+    support = json.loads(config.to_json_string())["prior"]["support"]
+    assert (support["shuffle_seed"], support["w_max"]) == (3, 9)
     SparsePriorViTModel(config)
-
-
-def test_numpy_integers_in_a_prior_can_be_written():
-    spec = {"name": "fibottention", "w_min": np.int64(3), "w_max": np.int64(9)}
-    text = tiny(prior={"support": spec}).to_json_string()
-    assert json.loads(text)["prior"]["support"]["w_max"] == 9
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------
@@ -291,17 +278,13 @@ def test_empty_heads_are_logged_once(caplog):
         assert not caplog.records
 
 
-def test_empty_heads_without_prefix_attend_to_themselves(caplog):
-    prior = {"support": {"name": "fibottention", "w_min": 1}}
-    with caplog.at_level(logging.INFO, logger="hf_sparseprior"):
-        tiny(image_size=16, prior=prior, use_class_token=False, pooling="mean")
-    assert "themselves only" in caplog.text
-
-
-def test_clipped_windows_are_logged(caplog):
+def test_clipped_windows_and_empty_heads_without_prefix_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="hf_sparseprior"):
         tiny(prior={"support": {"name": "fibottention", "w_min": 1, "w_max": 196}})
-    assert caplog.text.count("w_max=196 is clipped to the 64 patch tokens of the 8x8 grid") == 1
+        assert caplog.text.count("w_max=196 is clipped to the 64 patch tokens of the 8x8 grid") == 1
+        prior = {"support": {"name": "fibottention", "w_min": 1}}
+        tiny(image_size=16, prior=prior, use_class_token=False, pooling="mean")
+    assert "themselves only" in caplog.text
 
 
 def test_nothing_is_logged_for_a_sound_config(caplog):
@@ -359,24 +342,16 @@ def test_default_config_writes_its_prior():
     assert "prior" in json.loads(SparsePriorViTConfig().to_json_string())
 
 
-def test_two_configs_share_no_prior():
-    first, second = tiny(prior="fibottention"), tiny(prior="fibottention")
-    first.prior["support"]["w_min"] = 1
-    assert second.prior["support"]["w_min"] == 5 and tiny(prior="fibottention").prior["support"]["w_min"] == 5
-
-
-def test_a_given_dict_is_left_as_it_was():
+def test_two_configs_share_no_prior_and_copies_are_equal():
     given = {"support": {"name": "fibottention"}, "decay": {"name": "violin"}}
     before = copy.deepcopy(given)
-    config = tiny(prior=given)
-    config.prior["support"]["w_min"] = 1
+    for prior in (given, "fibottention"):
+        first, second = tiny(prior=prior), tiny(prior=prior)
+        assert copy.deepcopy(first).to_dict() == first.to_dict()
+        assert SparsePriorViTConfig.from_dict(first.to_dict()).to_dict() == first.to_dict()
+        first.prior["support"]["w_min"] = 1
+        assert second.prior["support"]["w_min"] == 5 and tiny(prior=prior).prior["support"]["w_min"] == 5
     assert given == before
-
-
-def test_copies_are_equal():
-    config = tiny(prior="fibottention+violin")
-    assert copy.deepcopy(config).to_dict() == config.to_dict()
-    assert SparsePriorViTConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 # ---- from_pretrained(prior=...) -------------------------------------------------------------------------------------
@@ -389,7 +364,7 @@ def saved_dense(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("prior", ["violin", "fibottention", {"support": {"name": "fibottention", "w_min": 2}}])
+@each("prior", ["violin", "fibottention", {"support": {"name": "fibottention", "w_min": 2}}])
 def test_a_prior_given_on_loading_is_the_configs(saved_dense, prior):
     expected = tiny(prior=prior)
     model = SparsePriorViTModel.from_pretrained(saved_dense, prior=prior)
@@ -397,7 +372,7 @@ def test_a_prior_given_on_loading_is_the_configs(saved_dense, prior):
     assert (model.layers[0].attention.decay_bias is not None) == (prior == "violin")
 
 
-@pytest.mark.parametrize("prior", ["violn", {"support": {"name": "fibottention", "w_min": -1}}, {"suport": "dense"}, 3])
+@each("prior", ["violn", {"support": {"name": "fibottention", "w_min": -1}}, {"suport": "dense"}, 3])
 def test_a_bad_prior_given_on_loading_is_refused(saved_dense, prior):
     with pytest.raises(ValueError) as at_config:
         tiny(prior=prior)
@@ -406,15 +381,10 @@ def test_a_bad_prior_given_on_loading_is_refused(saved_dense, prior):
     assert str(at_loading.value) == str(at_config.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("pooling", "max"), ("drop_path_rate", 2), ("hidden_dropout_prob", "0.1"), ("image_size", 30)]
-)
-def test_other_bad_fields_given_on_loading_are_refused(saved_dense, field, value):
-    with pytest.raises(ValueError, match=f"{field}={value!r}"):
-        SparsePriorViTModel.from_pretrained(saved_dense, **{field: value})
-
-
-def test_good_fields_given_on_loading_are_taken(saved_dense):
+def test_other_fields_given_on_loading_are_taken_or_refused(saved_dense):
+    for field, value in (("pooling", "max"), ("drop_path_rate", 2), ("hidden_dropout_prob", "0.1"), ("image_size", 30)):
+        with pytest.raises(ValueError, match=f"{field}={value!r}"):
+            SparsePriorViTModel.from_pretrained(saved_dense, **{field: value})
     model = SparsePriorViTModel.from_pretrained(saved_dense, pooling="mean", drop_path_rate=0.5)
     assert model.config.pooling == "mean" and model.layers[1].drop_path.rate == 0.5
 

@@ -4,19 +4,18 @@ import copy
 import json
 import math
 import re
+from itertools import cycle
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoBackbone, Trainer
 
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.models.blocks import CheckpointedLayer
-from hf_sparseprior.models.pretrained import load_whole_model
 from tests.hf_sparseprior.small import shipped_families, small
 from tests.remote import check_remote_code
 
@@ -60,7 +59,7 @@ def images(name, factor=(1, 1), batch=2):
 
 
 @every_family
-def test_hidden_states_and_attentions(name):
+def test_hidden_states_and_attentions_and_the_same_by_eager_attention(name):
     model = make(name)
     with torch.no_grad():
         output = model(images(name), output_attentions=True, output_hidden_states=True)
@@ -80,6 +79,11 @@ def test_hidden_states_and_attentions(name):
         asked, refused = model(images(name)), model(images(name), output_attentions=False)
     assert len(asked.attentions) == len(layers) and len(asked.hidden_states) == len(output.hidden_states)
     assert refused.attentions is None
+    model.config.output_attentions = model.config.output_hidden_states = False
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        torch.testing.assert_close(model(images(name)).logits, plain.logits, atol=1e-5, rtol=1e-5)
 
 
 @every_family
@@ -97,8 +101,10 @@ def test_the_loss_is_cross_entropy_and_tuples_have_the_same_values(name):
 
 
 @every_family
-def test_what_does_not_fit_is_refused_by_name(name):
+def test_an_empty_batch_gives_an_empty_result_and_what_does_not_fit_is_refused_by_name(name):
     model, side = make(name), small(name).image_size
+    with torch.no_grad():
+        assert model(images(name, batch=0)).logits.shape == (0, 3)
     shape = ("frames, " if frames(name) else "") + "3, height, width"
     for wrong in ((3, side, side), (1, *frames(name), 4, side, side), (1, 1, *frames(name), 3, side, side)):
         with pytest.raises(ValueError, match=rf"{re.escape(str(wrong))} must be \(batch, {shape}\)"):
@@ -106,32 +112,17 @@ def test_what_does_not_fit_is_refused_by_name(name):
 
 
 @every_family
-def test_an_empty_batch_gives_an_empty_result(name):
-    with torch.no_grad():
-        assert make(name)(images(name, batch=0)).logits.shape == (0, 3)
-
-
-@pytest.mark.parametrize("factor", [(2, 2), (1, 2), (3, 1)])
-@every_family
-def test_other_sizes(name, factor):
+def test_other_sizes(name):
     """Images of a batch do not see each other, whatever their size."""
-    model, pixels = make(name), images(name, factor)
-    with torch.no_grad():
-        together = model(pixels).logits
-        alone = torch.cat([model(pixel[None]).logits for pixel in pixels])
-    assert together.shape == (2, 3) and together.isfinite().all()
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-    assert (together[0] - together[1]).abs().max() > 1e-4
-
-
-@every_family
-def test_eager_and_automatic_attention_agree(name):
-    model, pixels = make(name), images(name)
-    with torch.no_grad():
-        automatic = model(pixels).logits
-        model.set_attn_implementation("eager")
-        assert model.config._attn_implementation == "eager"
-        torch.testing.assert_close(model(pixels).logits, automatic, atol=1e-5, rtol=1e-5)
+    model = make(name)
+    for factor in ((2, 2), (1, 2), (3, 1)):
+        pixels = images(name, factor)
+        with torch.no_grad():
+            together = model(pixels).logits
+            alone = torch.cat([model(pixel[None]).logits for pixel in pixels])
+        assert together.shape == (2, 3) and together.isfinite().all()
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+        assert (together[0] - together[1]).abs().max() > 1e-4
 
 
 def gradients(model, pixels):
@@ -208,32 +199,6 @@ def test_saved_and_loaded_by_the_auto_classes(name, tmp_path):
                 assert torch.equal(a, b)
 
 
-@every_family
-def test_a_missing_weight_is_named(name, tmp_path, caplog):
-    make(name).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = load_file(file)
-    gone = next(key for key in state if key.endswith("attention.k_proj.weight"))
-    del state[gone]
-    save_file(state, file, metadata={"format": "pt"})
-    with pytest.raises(OSError, match=f"lacks weights that fit its config: {gone}"):
-        load_whole_model(tmp_path, FAMILIES[name].classifier)
-    _, info = FAMILIES[name].classifier.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == {gone} and gone in caplog.text
-
-
-@every_family
-def test_the_backbone_has_a_map_for_each_name(name):
-    if FAMILIES[name].backbone is None:
-        pytest.skip(f"{name} has no maps")
-    model = make(name, "AutoBackbone", out_features=small(name).map_names)
-    with torch.no_grad():
-        maps = model(images(name, (1, 2))).feature_maps
-    assert [map_.shape[1] for map_ in maps] == model.channels and len(maps) == len(model.map_sources)
-    height, width = small(name).grid
-    assert maps[0].shape == (2, model.channels[0], height, 2 * width)
-
-
 def check_dtypes(model, dtype):
     """Weights have the dtype; scalars of a decay are never in half precision."""
     for key, value in model.named_parameters():
@@ -241,8 +206,13 @@ def check_dtypes(model, dtype):
         assert value.dtype == (torch.float32 if half else dtype), key
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@every_family
+PRECISIONS = [
+    *zip(CLASSIFIERS, cycle([torch.float64, torch.float16])),
+    *((name, torch.bfloat16) for name in CLASSIFIERS),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), PRECISIONS)
 def test_other_precisions(name, dtype, tmp_path):
     """Cast, loaded and made in another precision; saved and loaded in it, the same bits."""
     model, classifier = make(name), FAMILIES[name].classifier
@@ -297,8 +267,7 @@ def test_models_on_the_meta_device_and_deep_copies(name):
         assert expected.abs().max() > 0 == copied(images(name)).logits.abs().max()
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
-@every_family
+@pytest.mark.parametrize(("name", "use_dora"), zip(CLASSIFIERS, cycle([True, False])))
 def test_lora_and_dora_train_and_come_back(name, use_dora, tmp_path):
     model, pixels = make(name), images(name)
     base = copy.deepcopy(model)
@@ -319,19 +288,12 @@ def test_lora_and_dora_train_and_come_back(name, use_dora, tmp_path):
 
 
 @pytest.mark.slow
-@every_image_family
-def test_it_compiles_into_one_graph(name):
-    model, pixels = make(name), images(name)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(pixels).logits, model(pixels).logits, atol=1e-5, rtol=1e-5)
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "many"), [*((name, False) for name in IMAGES), ("sparseprior_vit", True)])
 def test_it_trains_in_one_graph_with_labels(name, many):
-    """transformers' loss writes into the config what kind of labels there are, in a graph as well."""
+    """transformers' loss writes into the config what kind of labels there are, in a graph as well.
+
+    Without training: the next test, and test_layout.py.
+    """
     labels = torch.tensor([[1.0, 0.0], [1.0, 1.0]] if many else [0, 1])
     eager, compiled = (make(name, num_labels=2).train() for _ in range(2))
     torch._dynamo.reset()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.compression.units import Units
 from hf_sparseprior.models.feature_maps import ChannelNorm, pad_to_patches, resampling
 from hf_sparseprior.models.pretrained import load_changed_model
+from tests.each import each
 from tests.hf_sparseprior.small import SMALL, small
 
 PLAIN = ["sparseprior_vit", "sparseprior_convit"]
@@ -96,7 +96,7 @@ def test_maps_are_those_of_the_grid_resampled(name):
 
 
 @pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.parametrize("size", [(13, 22), (16, 17), (3, 1)])
+@each("size", [(13, 22), (16, 17), (3, 1)])
 def test_images_are_padded_at_bottom_and_right(name, size):
     model = backbone(name, out_features=small(name).map_names)
     images, padded = random(2, 3, *size), torch.zeros(2, 3, *(4 * math.ceil(side / 4) for side in size))
@@ -162,8 +162,8 @@ def test_it_counts_and_says_how_its_layers_can_be_cut(name):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize(
-    ("scales", "message"),
+@each(
+    "scales, message",
     [
         ([3], r"map_scales=\[3\] must be None or powers of two from 1/8 to 8"),
         ([16], "powers of two"), ([0], "powers of two"), ([-2], "powers of two"), ([], "powers of two"),
@@ -187,12 +187,9 @@ def test_scales_without_maps_are_refused(name):
         FAMILIES[name].backbone(model)
 
 
-def test_a_model_without_a_backbone_refuses_them():
+def test_a_pyramid_and_a_model_without_a_backbone_refuse_them():
+    for name in ("sparseprior_swin", "sparseprior_iformer"):
+        with pytest.raises(ValueError, match="'map_scales' is no field of"):
+            small(name, map_scales=[2])
     with pytest.raises(ValueError, match=r"map_scales=\[2\] must be None: a SparsePriorTimesformerConfig has no back"):
-        SparsePriorTimesformerConfig(**SMALL["sparseprior_timesformer"], map_scales=[2])
-
-
-@pytest.mark.parametrize("name", ["sparseprior_swin", "sparseprior_iformer"])
-def test_a_pyramid_has_no_scales(name):
-    with pytest.raises(ValueError, match="'map_scales' is no field of"):
-        small(name, map_scales=[2])
+        FAMILIES["sparseprior_timesformer"].config_class(**SMALL["sparseprior_timesformer"], map_scales=[2])

@@ -40,7 +40,7 @@ def batch(name, side=None):
 
 
 @every_model
-def test_every_argument_of_the_stock_class_is_taken(name, auto_class):
+def test_every_argument_of_the_stock_class_is_taken_and_what_would_have_no_effect_is_refused(name, auto_class):
     model, pixels = make(name, auto_class), batch(name)
     with torch.no_grad():
         plain = model(pixels)
@@ -59,11 +59,6 @@ def test_every_argument_of_the_stock_class_is_taken(name, auto_class):
     with torch.no_grad():
         again = model(pixel_values=pixels, **dict.fromkeys(names), interpolate_pos_encoding=True)
     assert torch.equal(again.to_tuple()[0][0], plain.to_tuple()[0][0])
-
-
-@every_model
-def test_what_would_have_no_effect_is_refused(name, auto_class):
-    model, pixels = make(name, auto_class), batch(name)
     with pytest.raises(TypeError, match=rf"{type(model.base_model).__name__}.*unexpected keyword argument 'input_ids'"):
         model(pixels, input_ids=torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="attention_mask must be None"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.models import heads
+from tests.each import each
 from tests.hf_sparseprior.models import head_cases
 from tests.processes import run_script
 
@@ -17,9 +19,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "heads.md"
 CELLS = [(head, family) for head in heads.HEADS for family in head_cases.BACKBONES]
 TAKEN = [pair for pair in CELLS if head_cases.is_taken(*pair)]
 
-SAVED = [
-    pair for pair in TAKEN if pair[1] == "sparseprior_vit" or pair[0] in ("upernet", "mask2former", "detr", "rt_detr")
-]
+# Every head, every family, and the heads that replace batch norms with the family that has some.
+SAVED = [(head, family) for head, family in TAKEN if family == "sparseprior_vit" or head == "upernet"]
+SAVED += [(head, "sparseprior_iformer") for head in ("detr", "rt_detr")]
 
 
 def test_every_family_with_a_backbone_and_every_head_has_a_case():
@@ -31,7 +33,7 @@ def test_the_table_is_what_running_every_cell_gives():
     assert head_cases.table() in PAGE.read_text()
 
 
-@pytest.mark.parametrize(("head", "family"), TAKEN)
+@each("head, family", TAKEN)
 def test_every_weight_of_the_backbone_learns(head, family):
     """But for what has no influence: shifts of keys, and on these small grids queries and keys where a head has one."""
     left, _ = head_cases.weights_without_gradient(head, family)
@@ -57,8 +59,13 @@ def test_saved_and_loaded_by_the_heads_own_class(head, family, tmp_path):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("family", head_cases.BACKBONES)
-@pytest.mark.parametrize("head", ["upernet", "mask2former", "maskformer", "detr", "conditional_detr", "dab_detr"])
+PADDED = ["mask2former", "maskformer", "detr", "conditional_detr", "dab_detr"]  # heads; with upernet also the logits
+
+
+@pytest.mark.parametrize(
+    ("head", "family"),
+    [*(("upernet", family) for family in head_cases.BACKBONES), *zip(PADDED, cycle(head_cases.BACKBONES))],
+)
 def test_images_of_odd_sizes(head, family):
     """Zeros at bottom and right, up to what the backbone divides them by, change nothing but the size of the output."""
     model = head_cases.make(head, family).eval()
@@ -104,16 +111,16 @@ def test_the_prior_changes_the_output():
 # ---- which maps ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "strides"), [(family, (4, 8, 16, 32)) for family in head_cases.BACKBONES])
-def test_a_pyramid_has_its_strides(family, strides):
+@each("family", head_cases.BACKBONES)
+def test_a_pyramid_has_its_strides(family):
     model = head_cases.make("upernet", family)
     with torch.no_grad():
         maps = heads.backbone_of(model)(head_cases.pixels("upernet", 64, 128)).feature_maps
-    assert [map_.shape[2:] for map_ in maps] == [(64 // stride, 128 // stride) for stride in strides]
+    assert [map_.shape[2:] for map_ in maps] == [(64 // stride, 128 // stride) for stride in (4, 8, 16, 32)]
 
 
-@pytest.mark.parametrize(
-    ("patch", "depth", "scales", "layers"),
+@each(
+    "patch, depth, scales, layers",
     [
         (16, 12, [4, 2, 1, 0.5], [3, 6, 9, 12]),
         (8, 4, [2, 1, 0.5, 0.25], [1, 2, 3, 4]),
@@ -145,8 +152,8 @@ def test_one_attention_implementation_for_both():
     assert heads.fitted_config("detr", config)._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    ("head", "family", "changes", "options", "message"),
+@each(
+    "head, family, changes, options, message",
     [
         ("fpn", "sparseprior_vit", {}, {}, "head='fpn' must be one of upernet, mask2former"),
         (["upernet"], "sparseprior_vit", {}, {}, r"head=\['upernet'\] must be one of"),

@@ -1,5 +1,6 @@
 """SparsePriorSwin against transformers' Swin, and against attention written out query by query in float64."""
 
+import itertools
 import math
 
 import numpy as np
@@ -98,8 +99,9 @@ def test_training_gives_the_gradients_of_transformers_swin():
         close(value.grad, expected[name])
 
 
-@pytest.mark.parametrize("size", [(32, 32), (52, 30)])
-@pytest.mark.parametrize("stages", [["stem", "stage1", "stage2", "stage3"], ["stage2"]])
+@pytest.mark.parametrize(
+    ("stages", "size"), [(["stem", "stage1", "stage2", "stage3"], (32, 32)), (["stage2"], (52, 30))]
+)
 def test_the_backbone_is_transformers_swin_backbone(stages, size):
     theirs, ours = twins("Backbone", out_features=stages)  # the last stage is one window, which is shifted here
     with torch.no_grad():
@@ -184,34 +186,27 @@ def attention_by_hand(layer, maps, shift, support, violin):
 FIB = {"w_min": 1, "w_max": 15}
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize(
-    ("prior", "support", "violin"),
-    [
-        ("dense", None, False),
-        ({"support": {"name": "fibottention", **FIB}}, FIB, False),
-        ("violin", None, True),
-        ({"support": {"name": "fibottention", **FIB}, "decay": "violin"}, FIB, True),
-    ],
+    ("support", "violin", "shift"), [(None, False, 2), (FIB, False, 2), (None, True, 2), (FIB, True, 0), (FIB, True, 2)]
 )
-def test_windows_are_attended_as_written_by_hand(prior, support, violin, shift, backend):
+def test_windows_are_attended_as_written_by_hand(support, violin, shift):
+    prior = {"support": {"name": "fibottention", **FIB} if support else "dense", "decay": "violin" if violin else None}
     config = sp.SparsePriorSwinConfig(**{**SIZES, "depths": [2], "num_heads": [2]}, prior=prior)
     layer = scatter(sp.SparsePriorSwinModel(config).double()).stages[0].layers[1].attention
     maps = torch.randn(2, 8, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = attention_by_hand(layer, maps, shift, support, violin)
-        out, weights = layer(maps, shift, CallOptions(True, backend=backend))
-        alone, _ = layer(maps, shift, CallOptions(backend=backend))
-    torch.testing.assert_close(out, expected, atol=1e-9, rtol=0)
-    torch.testing.assert_close(alone, expected, atol=1e-9, rtol=0)
-    assert weights.shape == (2 * 6, 2, 16, 16)
     seen = seen_by(support, 2, 1, 4, (8, 12), shift)
-    for number, (top, left) in enumerate((top, left) for top in (0, 4) for left in (0, 4, 8)):
-        for head in range(2):
-            for a in range(16):
-                kept = weights[number, head, a].nonzero().ravel().tolist()
-                assert kept == seen[top, left, head, a]
+    corners = [(top, left) for top in (0, 4) for left in (0, 4, 8)]
+    for backend in ("auto", "reference"):
+        with torch.no_grad():
+            out, weights = layer(maps, shift, CallOptions(True, backend=backend))
+            alone, _ = layer(maps, shift, CallOptions(backend=backend))
+        torch.testing.assert_close(out, expected, atol=1e-9, rtol=0)
+        torch.testing.assert_close(alone, expected, atol=1e-9, rtol=0)
+        assert weights.shape == (2 * 6, 2, 16, 16)
+        for (number, (top, left)), head, a in itertools.product(enumerate(corners), range(2), range(16)):
+            assert weights[number, head, a].nonzero().ravel().tolist() == seen[top, left, head, a]
 
 
 def test_a_patch_whose_keys_are_all_beyond_the_shift_sees_itself():
@@ -282,9 +277,9 @@ def test_a_stage_smaller_than_a_window_is_one_window():
         assert model(images(64)).last_hidden_state.isfinite().all()  # the last stage has four windows now
 
 
-@pytest.mark.parametrize("prior", ["dense", "window", "violin", "learned_order", "irpe_qkv", "topk"])
-def test_a_batch_of_no_image(prior):
+def test_a_batch_of_no_image():
     """A detector's crops may be none; the second layer's windows are shifted and have a bias each."""
-    model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(**SIZES, prior=prior)).eval()
-    with torch.no_grad():
-        assert model(images(32, batch=0)).last_hidden_state.shape == (0, 16, 32)
+    for prior in ("dense", "window", "violin", "learned_order", "irpe_qkv", "topk"):
+        model = sp.SparsePriorSwinModel(sp.SparsePriorSwinConfig(**SIZES, prior=prior)).eval()
+        with torch.no_grad():
+            assert model(images(32, batch=0)).last_hidden_state.shape == (0, 16, 32), prior

@@ -18,6 +18,7 @@ from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.predictor import PREDICTORS
 from hf_sparseprior.priors.prior import parse_prior, pruning_of, resolve_prior
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
+from tests.each import each
 
 SIZES = [(32, 48), (64, 64), (32, 48), (80, 16), (48, 32), (64, 64)]
 ALL = [*SUPPORTS, *DECAYS, *PREDICTORS, *MIXERS, *EXTRAS]
@@ -191,49 +192,39 @@ def test_patches_are_laid_out_as_in_siglip2():
     assert torch.equal(group[0], image) and packing == Packing(((3, 5),), (1,), (0,))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
+IMAGE, PATCHES, SHAPE = torch.zeros(3, 8, 8), torch.zeros(1, 9, 192), torch.tensor([[2, 4]])
+
+
+@each(
+    "images, options, message",
     [
-        (([],), "pixel_values holds no image"),
-        (([torch.zeros(3, 32, 30)],), r"pixel_values\[0\] of 32x30 pixels must be a multiple of the 8x8 patch"),
+        ([], {}, "pixel_values holds no image"),
+        ([torch.zeros(3, 32, 30)], {}, r"pixel_values\[0\] of 32x30 pixels must be a multiple of the 8x8 patch"),
+        ([IMAGE, torch.zeros(1, 8, 8)], {}, r"pixel_values\[1\] of shape \(1, 8, 8\) must be"),
+        ([IMAGE, "a.png"], {}, r"pixel_values\[1\] of shape str must be"),
+        ([IMAGE], {"spatial_shapes": torch.ones(1, 2)}, "spatial_shapes is for a tensor of pixel_values"),
+        (PATCHES, {"pixel_attention_mask": torch.ones(1, 9)}, "pixel_attention_mask needs spatial_shapes"),
+        (PATCHES[..., 1:], {"spatial_shapes": SHAPE}, r"must be \(batch, patches, 192\)"),
+        (PATCHES, {"spatial_shapes": torch.ones(3, 2).int()}, r"of shape \(3, 2\) \(batch, 2\)"),
+        (PATCHES, {"spatial_shapes": torch.tensor([[2, 5]])}, r"spatial_shapes\[0\]=\[2, 5\] must be 1 or more"),
+        (PATCHES, {"spatial_shapes": torch.tensor([[0, 5]])}, r"spatial_shapes\[0\]=\[0, 5\] must be 1 or more"),
+        (PATCHES, {"pixel_attention_mask": torch.ones(1, 9), "spatial_shapes": SHAPE}, r"mask\[0\] must be 1 for"),
+        (PATCHES, {"pixel_attention_mask": torch.ones(1, 8), "spatial_shapes": SHAPE}, r"\(1, 8\) must be \(1, 9\)"),
+        (IMAGE[None], {"pixel_mask": torch.zeros(1, 8, 8)}, r"pixel_mask\[0\] must be a whole rectangle"),
+        (IMAGE[None], {"pixel_mask": torch.eye(8)[None]}, r"pixel_mask\[0\] must be a whole rectangle"),
+        (IMAGE[None], {"pixel_mask": torch.ones(1, 8, 9)}, r"pixel_mask of shape \(1, 8, 9\) must be"),
         (
-            ([torch.zeros(3, 8, 8), torch.zeros(1, 8, 8)],),
-            r"pixel_values\[1\] of shape \(1, 8, 8\) must be",
-        ),
-        (([torch.zeros(3, 8, 8), "a.png"],), r"pixel_values\[1\] of shape str must be"),
-        (([torch.zeros(3, 8, 8)], None, torch.ones(1, 2)), "spatial_shapes is for a tensor of pixel_values"),
-        ((torch.zeros(2, 9, 192), torch.ones(2, 9)), "pixel_attention_mask needs spatial_shapes"),
-        ((torch.zeros(2, 9, 191), None, torch.ones(2, 2).int()), r"must be \(batch, patches, 192\)"),
-        ((torch.zeros(2, 9, 192), None, torch.ones(3, 2).int()), r"of shape \(3, 2\) \(batch, 2\)"),
-        (
-            (torch.zeros(1, 9, 192), None, torch.tensor([[2, 5]])),
-            r"spatial_shapes\[0\]=\[2, 5\] must be 1 or more",
-        ),
-        (
-            (torch.zeros(1, 9, 192), None, torch.tensor([[0, 5]])),
-            r"spatial_shapes\[0\]=\[0, 5\] must be 1 or more",
-        ),
-        (
-            (torch.zeros(1, 9, 192), torch.ones(1, 9), torch.tensor([[2, 4]])),
-            r"pixel_attention_mask\[0\] must be 1 for",
-        ),
-        ((torch.zeros(1, 9, 192), torch.ones(1, 8), torch.tensor([[2, 4]])), r"of shape \(1, 8\) must be \(1, 9\)"),
-        ((torch.zeros(1, 3, 8, 8), None, None, torch.zeros(1, 8, 8)), r"pixel_mask\[0\] must be a whole rectangle"),
-        ((torch.zeros(1, 3, 8, 8), None, None, torch.eye(8)[None]), r"pixel_mask\[0\] must be a whole rectangle"),
-        ((torch.zeros(1, 3, 8, 8), None, None, torch.ones(1, 8, 9)), r"pixel_mask of shape \(1, 8, 9\) must be"),
-        (
-            (torch.zeros(1, 3, 8, 8), torch.ones(1, 1), None, torch.ones(1, 8, 8)),
+            IMAGE[None],
+            {"pixel_attention_mask": torch.ones(1, 1), "pixel_mask": torch.ones(1, 8, 8)},
             "pixel_mask .* excludes",
         ),
     ],
 )
-def test_inputs_that_do_not_fit_are_named(inputs, message):
-    names = ("pixel_attention_mask", "spatial_shapes", "pixel_mask")
-    values = dict(zip(names, inputs[1:], strict=False))
+def test_inputs_that_do_not_fit_are_named(images, options, message):
     with pytest.raises(ValueError, match=message):
-        make()(inputs[0], **values)
+        make()(images, **options)
     with pytest.raises(ValueError, match=message):
-        read_images(inputs[0], 3, (8, 8), **values)
+        read_images(images, 3, (8, 8), **options)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -324,6 +315,7 @@ def test_a_batch_of_many_sizes_makes_its_plans_once(monkeypatch):
     assert len(made) == 3 * 25
 
 
+@pytest.mark.slow
 def test_a_batch_compiles_into_one_graph():
     model, batch = make(), images()
     with torch.no_grad():

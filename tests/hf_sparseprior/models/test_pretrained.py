@@ -19,6 +19,7 @@ from hf_sparseprior.models.pretrained import (
     load_whole_model,
     weights_sha256,
 )
+from tests.each import each
 
 SMALL = {
     "image_size": 32, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -61,11 +62,12 @@ def assert_equal(found, expected, but=()):
 # ---- whole models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_class", [None, AutoModel, SparsePriorViTModel])
-def test_a_whole_model_has_the_saved_weights(saved, model_class):
+def test_a_whole_model_has_the_saved_weights(saved):
     model, folder = saved
-    found = load_whole_model(folder, *([model_class] if model_class else []))
-    assert_equal(found.state_dict(), (model.vit if model_class else model).state_dict())
+    for classes, expected in (([], model), ([AutoModel], model.vit), ([SparsePriorViTModel], model.vit)):
+        assert_equal(load_whole_model(folder, *classes).state_dict(), expected.state_dict())
+    model.to(torch.bfloat16).save_pretrained(folder)
+    assert load_whole_model(folder).dtype == torch.bfloat16
 
 
 def test_a_folder_that_lacks_a_weight_is_refused(saved, tmp_path):
@@ -92,25 +94,18 @@ BAD_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_WEIGHTS)
+@each("bad", BAD_WEIGHTS)
 def test_weights_that_are_no_numbers_are_refused_by_name(bad, saved):
     name, change, message = BAD_WEIGHTS[bad]
-    path = saved[1] / "model.safetensors"
-    weights = load_file(path)
-    save_file({**weights, name: change(weights[name])}, path, metadata={"format": "pt"})
-    with pytest.raises(OSError, match=rf"{message}: {re.escape(name)} \(1 in all\)"):
-        load_whole_model(saved[1])
-    with pytest.raises(OSError, match=re.escape(name)):  # as a start, too
-        load_changed_model(saved[1], SparsePriorViTForImageClassification, num_labels=5)
-
-
-def test_half_precision_is_a_floating_point_type(saved):
     model, folder = saved
-    model.to(torch.bfloat16).save_pretrained(folder)
-    assert load_whole_model(folder).dtype == torch.bfloat16
+    weights = model.state_dict()
+    save_file({**weights, name: change(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OSError, match=rf"{message}: {re.escape(name)} \(1 in all\)"):
+        load_whole_model(folder)
+    with pytest.raises(OSError, match=re.escape(name)):  # as a start, too
+        load_changed_model(folder, SparsePriorViTForImageClassification, num_labels=5)
 
 
-@pytest.mark.parametrize("model_class", [None, AutoModel])
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -119,13 +114,14 @@ def test_half_precision_is_a_floating_point_type(saved):
         ({"num_hidden_layers": 1, "out_features": None, "out_indices": None, "stage_names": None}, "layers.1."),
     ],
 )
-def test_weights_without_a_place_in_the_config_are_refused_by_name(saved, model_class, changes, name):
+def test_weights_without_a_place_in_the_config_are_refused_by_name(saved, changes, name):
     """A config without its prior would load as a dense model, one with fewer layers as a shorter one."""
     path = saved[1] / "config.json"
     config = {key: value for key, value in {**json.loads(path.read_text()), **changes}.items() if value is not None}
     path.write_text(json.dumps(config))
-    with pytest.raises(OSError, match=f"no place: .*{re.escape(name)}"):
-        load_whole_model(saved[1], *([model_class] if model_class else []))
+    for classes in ([], [AutoModel]):
+        with pytest.raises(OSError, match=f"no place: .*{re.escape(name)}"):
+            load_whole_model(saved[1], *classes)
 
 
 def test_a_stock_model_may_store_indices(tmp_path):
@@ -153,13 +149,6 @@ def test_the_checksum_is_of_the_weights(saved, tmp_path):
 # ---- changed models -------------------------------------------------------------------------------------------------
 
 
-def test_without_changes_nothing_starts_anew(saved):
-    model, folder = saved
-    found, anew = load_changed_model(folder, SparsePriorViTForImageClassification)
-    assert anew == []
-    assert_equal(found.state_dict(), model.state_dict())
-
-
 def test_another_prior_starts_anew_and_everything_else_is_kept(saved):
     model, folder = saved
     found, anew = load_changed_model(folder, SparsePriorViTForImageClassification, prior="swin_rpb")
@@ -169,8 +158,11 @@ def test_another_prior_starts_anew_and_everything_else_is_kept(saved):
     assert_equal({name: value for name, value in found.state_dict().items() if name not in fresh}, kept)
 
 
-def test_other_classes_start_a_classifier_anew(saved):
+def test_other_classes_alone_start_a_classifier_anew(saved):
     model, folder = saved
+    found, anew = load_changed_model(folder, SparsePriorViTForImageClassification)
+    assert anew == []
+    assert_equal(found.state_dict(), model.state_dict())
     found, anew = load_changed_model(folder, SparsePriorViTForImageClassification, num_labels=5)
     assert anew == ["classifier.bias", "classifier.weight"] and found.classifier.weight.shape == (5, 24)
     assert_equal(found.vit.state_dict(), model.vit.state_dict())

@@ -7,8 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 import hf_sparseprior as sp
 from hf_sparseprior.attention.functional import attention
@@ -17,10 +16,11 @@ from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.layer_sizes import HEADS
 from hf_sparseprior.compression.units import Units
 from hf_sparseprior.models.base_model import DrawCount
-from hf_sparseprior.patterns.supports import LayerKey, build_mask, layer_pattern, resolve_support
+from hf_sparseprior.patterns.supports import LayerKey, layer_pattern, resolve_support
 from hf_sparseprior.priors.layer import SparsePriorAttention
 from hf_sparseprior.priors.prior import resolve_prior
 from hf_sparseprior.training import SparsePriorTrainer
+from tests.hf_sparseprior.training.test_trainer import Squares, StopAt
 
 SUPPORTS = {
     "random": {"name": "random", "pruning_ratio": 80},
@@ -69,15 +69,6 @@ def test_a_draw_is_that_of_seed_layer_head_and_its_number(name, layer, draw):
     support = resolve_support({**SUPPORTS[name], "redraw": True}, HEADS_OF_LAYER, 16)
     pairs = layer_pattern(support, LayerKey(HEADS_OF_LAYER, GRID, layer, draw=draw)).pairs
     assert [[tuple(pair) for pair in head.tolist()] for head in pairs] == pairs_of_draw(SUPPORTS[name], layer, draw)
-
-
-@each_support
-def test_the_first_draw_is_that_without_redraw(support):
-    fixed, drawn = build_mask(support, **HEADED), build_mask({**support, "redraw": True}, **HEADED)
-    assert (fixed == drawn).all()
-
-
-HEADED = {"num_heads": HEADS_OF_LAYER, "num_tokens": 16, "layer": 1, "grid": GRID}
 
 
 def test_over_many_draws_every_pair_comes_as_often():
@@ -170,22 +161,6 @@ def test_gradient_checkpointing_goes_on_with_the_draw_of_the_pass(reentrant):
 # ---- a run that goes on ---------------------------------------------------------------------------------------------
 
 
-class Halves(Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        pixels = 0.3 * torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index))
-        pixels[:, :, 4 * (index % 2) : 4 * (index % 2) + 4] += 1
-        return {"pixel_values": pixels, "labels": index % 2}
-
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            raise KeyboardInterrupt
-
-
 def make_trainer(folder, lora):
     model = make_model()
     if lora:
@@ -198,7 +173,7 @@ def make_trainer(folder, lora):
         learning_rate=1e-2, report_to="none", disable_tqdm=True, remove_unused_columns=False, use_cpu=True,
         save_strategy="steps", save_steps=2, label_names=["labels"],
     )  # fmt: skip
-    return SparsePriorTrainer(model=model, args=arguments, train_dataset=Halves())
+    return SparsePriorTrainer(model=model, args=arguments, train_dataset=Squares())
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
@@ -206,7 +181,7 @@ def test_a_run_killed_and_resumed_has_the_bits_of_one_that_was_not(lora, tmp_pat
     whole = make_trainer(tmp_path / "whole", lora)
     whole.train()
     killed = make_trainer(tmp_path / "killed", lora)
-    killed.add_callback(Kill())
+    killed.add_callback(StopAt(3))
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     torch.manual_seed(99)

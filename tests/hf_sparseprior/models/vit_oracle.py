@@ -33,9 +33,11 @@ EACH = {name: prior for name, prior in PRIORS.items() if "+" not in name or "zer
 EACH |= {name: PRIORS[name] for name in map("+".join, zip(SUPPORTS, cycle(DECAYS)))}
 # For tests in which one prior of each kind of code is enough.
 FOUR = ["dense", "fibottention", "dense+violin", "fibottention+violin"]
+# Every kind of decay, and settings that add weights or buffers, for tests of what is saved or made elsewhere.
+KEPT = [f"dense+{decay}" for decay in DECAYS] + ["fibottention", "zero fill+violin", "learned prefix", "fixed gamma"]
 # Backends of whole models; diagonal is for supports with offsets.
-PATHS = [(prior, backend) for prior in FOUR for backend in ("auto", "reference")]
-PATHS += [(prior, "diagonal") for prior in FOUR if not prior.startswith("dense")]
+PATHS = [(prior, "auto") for prior in FOUR]
+PATHS += [("fibottention+violin", "reference"), ("fibottention+violin", "diagonal"), ("fibottention", "diagonal")]
 
 
 def tiny(prior="dense", **settings):

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import math
 
@@ -23,6 +24,7 @@ from hf_sparseprior.patterns.decay import (
     register_decay,
     resolve_decay,
 )
+from tests.each import each
 
 GRIDS = [(1, 1), (1, 5), (3, 4), (4, 4), (7, 5)]
 
@@ -74,18 +76,23 @@ def brute_mask(name, settings, grid, beta):
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", DECAYS)
-def test_the_mask_matches_the_definition(name, grid):
+def test_the_mask_matches_the_definition(name):
+    """And offset distances are the diagonals of all distances."""
     decay = make(name, init={"alpha_mean": 1, "alpha_std": 0, "beta_low": -2, "beta_high": 6}).double()
-    mask = decay_mask(decay(), positions(name, grid), torch.float64)
-    expected = brute_mask(name, decay.settings, grid, decay.beta.tolist())
-    torch.testing.assert_close(mask, expected, rtol=1e-12, atol=1e-15)
-    assert torch.equal(mask, mask.transpose(1, 2))
-    assert (mask.diagonal(dim1=1, dim2=2) == 1).all()
+    for grid in GRIDS:
+        own = positions(name, grid)
+        mask = decay_mask(decay(), own, torch.float64)
+        expected = brute_mask(name, decay.settings, grid, decay.beta.tolist())
+        torch.testing.assert_close(mask, expected, rtol=1e-12, atol=1e-15)
+        assert torch.equal(mask, mask.transpose(1, 2))
+        assert (mask.diagonal(dim1=1, dim2=2) == 1).all()
+        everything = pair_distances(own, torch.float32)
+        for offset in range(grid[0] * grid[1]):
+            assert torch.equal(offset_distances(own, offset).float(), everything.diagonal(offset, 1, 2))
 
 
-@pytest.mark.parametrize("curve", curve_names())
+@each("curve", curve_names())
 def test_consecutive_ranks_give_gamma(curve):
     grid, gamma = (4, 5), 0.75
     beta = torch.tensor([[math.log(gamma / (1 - gamma))]], dtype=torch.float64)
@@ -95,14 +102,6 @@ def test_consecutive_ranks_give_gamma(curve):
     expected = gamma ** (torch.arange(20)[:, None] - torch.arange(20)[None]).abs().double()  # VIOLIN Eq. 26
     torch.testing.assert_close(along, expected, rtol=1e-12, atol=0)
     assert along.diagonal(1).tolist() == pytest.approx([gamma] * 19)
-
-
-@pytest.mark.parametrize("name", DECAYS)
-def test_offset_distances_are_diagonals_of_all_distances(name):
-    own = positions(name, (3, 4))
-    everything = pair_distances(own, torch.float32)
-    for offset in range(12):
-        assert torch.equal(offset_distances(own, offset).float(), everything.diagonal(offset, 1, 2))
 
 
 def test_several_curves_are_averaged():
@@ -125,7 +124,7 @@ def test_manhattan_is_one_gamma_a_head():
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", [15.0, 17.0, 18.0, 20.0])
+@each("beta", [15.0, 17.0, 18.0, 20.0])
 def test_gradient_of_beta_does_not_vanish_in_float32(beta):
     # sigmoid(beta) ** d is 1 with a zero gradient here; d/dbeta gamma^d = d gamma^d (1 - gamma).
     parameter = torch.full((1, 1), beta, requires_grad=True)
@@ -138,7 +137,7 @@ def test_gradient_of_beta_does_not_vanish_in_float32(beta):
     assert expected > 0
 
 
-@pytest.mark.parametrize("beta", [15.0, 18.0, 20.0])
+@each("beta", [15.0, 18.0, 20.0])
 def test_gradient_of_the_prefix_scalar_does_not_vanish_in_float32(beta):
     parameter = torch.full((3,), beta, requires_grad=True)
     prefix_weights({"prefix_beta": parameter}, torch.float32).sum().backward()
@@ -146,7 +145,7 @@ def test_gradient_of_the_prefix_scalar_does_not_vanish_in_float32(beta):
     assert parameter.grad.tolist() == pytest.approx([1 / (1 + math.exp(beta))] * 3, rel=1e-4)
 
 
-@pytest.mark.parametrize("beta", [2.0, 8.0, 16.0])
+@each("beta", [2.0, 8.0, 16.0])
 def test_the_mask_is_accurate_in_float32(beta):
     distance = torch.arange(200)[None]
     weights = decay_weights(torch.full((1, 1), beta), distance, torch.float32)[0]
@@ -183,36 +182,33 @@ def test_float64_inputs_get_float64_prefix_weights_from_float32_scalars():
 
 
 @pytest.mark.parametrize("name", DECAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_large_beta_gives_a_mask_of_ones(name, dtype):
+def test_a_large_beta_gives_a_mask_of_ones(name):
     decay = make(name, init={"alpha_mean": 1, "alpha_std": 0, "beta_low": 200, "beta_high": 200})
-    assert (decay_mask(decay(), positions(name, (14, 14)), dtype) == 1).all()
+    for dtype in (torch.float32, torch.float64):
+        assert (decay_mask(decay(), positions(name, (14, 14)), dtype) == 1).all()
 
 
-@pytest.mark.parametrize("learn", [True, False])
+CASTS = [
+    *(lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.bfloat16), lambda m: m.half()),
+    *(lambda m: m.bfloat16(), lambda m: m.double().half()),
+]
+
+
 @pytest.mark.parametrize("name", DECAYS)
-def test_scalars_stay_in_float32_when_a_model_is_cast_to_half_precision(name, learn):
+@each("learn, cast", itertools.product([True, False], CASTS))
+def test_scalars_stay_in_float32_when_a_model_is_cast_to_half_precision(name, learn, cast):
     # learn=False: beta is a buffer, which `to` treats in another way than parameters.
-    casts = [
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.to(torch.float16),
-        lambda m: m.half(),
-        lambda m: m.bfloat16(),
-        lambda m: m.to("cpu", torch.bfloat16),
-        lambda m: m.double().half(),
-    ]
-    for cast in casts:
-        decay = make(name, learn_alpha=learn, learn_beta=learn, learn_prefix=True, init="finetune")
-        before = copy.deepcopy(decay.state_dict())
-        model = cast(torch.nn.Sequential(torch.nn.Linear(2, 2), decay))
-        assert model[0].weight.dtype in (torch.float16, torch.bfloat16)
-        after = model[1].state_dict()
-        assert list(after) == list(before)
-        for key, value in after.items():
-            assert value.dtype == torch.float32
-            assert torch.equal(value, before[key]), key
-        assert (model[1].alpha is not None) == learn
-        model[1]()["beta"].sum()
+    decay = make(name, learn_alpha=learn, learn_beta=learn, learn_prefix=True, init="finetune")
+    before = copy.deepcopy(decay.state_dict())
+    model = cast(torch.nn.Sequential(torch.nn.Linear(2, 2), decay))
+    assert model[0].weight.dtype in (torch.float16, torch.bfloat16)
+    after = model[1].state_dict()
+    assert list(after) == list(before)
+    for key, value in after.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[key]), key
+    assert (model[1].alpha is not None) == learn
+    model[1]()["beta"].sum()
 
 
 @pytest.mark.parametrize("name", DECAYS)
@@ -269,8 +265,9 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize("name", DECAYS)
-@pytest.mark.parametrize("preset", INIT_PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "name"), [(preset, [*DECAYS][i % len(DECAYS)]) for i, preset in enumerate(INIT_PRESETS)]
+)
 def test_presets_draw_from_their_ranges(preset, name):
     mean, std, low, high, added = INIT_PRESETS[preset]
     assert (mean, std, low, high, added) == PRESETS.get(preset, INIT_PRESETS[preset])
@@ -287,17 +284,14 @@ def test_presets_draw_from_their_ranges(preset, name):
     assert len(set(decay.beta.flatten().tolist())) > 900 or (low == high and not added)
 
 
-@pytest.mark.parametrize(
-    ("preset", "lowest", "highest"), [("pretrain", 0.9933, 0.9999), ("pretrain_gamma", 0.9820, 0.9998)]
-)
-def test_gamma_of_the_pretraining_presets(preset, lowest, highest):
-    _, _, low, high, _ = init_values(preset)
-    assert f"{1 / (1 + math.exp(-low)):.4f}" == f"{lowest:.4f}"
-    assert f"{1 / (1 + math.exp(-high)):.4f}" == f"{highest:.4f}"
+def test_gamma_of_the_pretraining_presets():
+    for preset, gammas in (("pretrain", ("0.9933", "0.9999")), ("pretrain_gamma", ("0.9820", "0.9998"))):
+        _, _, low, high, _ = init_values(preset)
+        assert tuple(f"{1 / (1 + math.exp(-beta)):.4f}" for beta in (low, high)) == gammas
 
 
-@pytest.mark.parametrize(
-    ("preset", "least", "most"),
+@each(
+    "preset, least, most",
     [("identity", 0, 1e-5), ("finetune", 0, 1e-4), ("moving", 0.05, 1), ("pretrain", 0.05, 1)],
 )
 def test_how_far_presets_start_from_the_base_model(preset, least, most):
@@ -306,7 +300,7 @@ def test_how_far_presets_start_from_the_base_model(preset, least, most):
     assert least <= change <= most
 
 
-@pytest.mark.parametrize("preset", INIT_PRESETS)
+@each("preset", INIT_PRESETS)
 def test_the_prefix_scalar_starts_no_further_from_the_base_model_than_the_others(preset):
     low = INIT_PRESETS[preset].beta_low - 5 * INIT_PRESETS[preset].beta_std
     decay = make("violin", num_heads=100, learn_prefix=True, init=preset)
@@ -346,6 +340,7 @@ def test_draws_follow_torchs_seed():
 @pytest.mark.parametrize("name", DECAYS)
 def test_what_is_learned_follows_the_settings(name):
     own = ["order"] if name == "learned_order" else []
+    assert name in repr(make(name)) and "init=pretrain" in repr(make(name))
     assert sorted(dict(make(name).named_parameters())) == ["alpha", "beta", *own]
     assert sorted(dict(make(name, learn_prefix=True).named_parameters())) == ["alpha", "beta", *own, "prefix_beta"]
     fixed = make(name, learn_alpha=False, learn_beta=False)
@@ -379,20 +374,12 @@ def test_defaults_are_not_shared_between_decays():
     assert given == ["z", "hilbert"]
 
 
-@pytest.mark.parametrize("name", DECAYS)
-def test_a_decay_says_what_it_is(name):
-    assert name in repr(make(name)) and "init=pretrain" in repr(make(name))
-
-
-@pytest.mark.parametrize(
-    ("decay", "message"),
+@each(
+    "decay, message",
     [
         ("violn", r"decay='violn' must be one of none, violin, manhattan"),
         ({"init": "moving"}, r"decay.* one of none, violin"),
-        (
-            {"name": "violin", "curve": ["z"]},
-            r"decay 'violin' has no setting 'curve'.*mean 'curves'.*curves, init, learn",
-        ),
+        ({"name": "violin", "curve": ["z"]}, r"decay 'violin' has no setting 'curve'.*mean 'curves'.*curves, init"),
         ({"name": "manhattan", "zzzz": 1}, r"decay 'manhattan' has no setting 'zzzz'.*init, learn_alpha"),
         ({"name": "manhattan", "curves": ["z"]}, r"decay 'manhattan' has no setting 'curves'.*init, learn_alpha"),
         ({"name": "violin", "curves": []}, r"curves=\[\] must be a list of at least one of z, z_t, snake"),
@@ -417,15 +404,11 @@ def test_wrong_settings_are_refused(decay, message):
         resolve_decay(decay)
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
-        {"alpha_std": -0.1},
-        {"beta_low": 9, "beta_high": 8},
-        {"alpha_mean": math.nan},
-        {"beta_high": math.inf},
-        {"alpha_mean": "one"},
-        {"beta_low": None},
+        *({"alpha_std": -0.1}, {"beta_low": 9, "beta_high": 8}, {"alpha_mean": math.nan}),
+        *({"beta_high": math.inf}, {"alpha_mean": "one"}, {"beta_low": None}),
     ],
 )
 def test_wrong_initial_values_are_refused(change):

@@ -23,6 +23,7 @@ from hf_sparseprior.patterns.decay import (
     transposed_rank,
 )
 from hf_sparseprior.patterns.supports import LayerKey, build_mask, resolve_support
+from tests.each import each
 from tests.hf_sparseprior.attention.attention_cases import SHIPPED_BACKENDS
 
 GRID, HEADS = (3, 4), 2
@@ -99,10 +100,16 @@ def by_hand(found, placement, support, prefix, scaled="logits"):
 # ---- placements -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("support", SUPPORTS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("scaled", ALPHA_SCALES)
+@pytest.mark.parametrize(
+    ("scaled", "placement", "support", "prefix"),
+    [
+        (scaled, placement, support, 2 * ((i + j + k) % 2))
+        for i, scaled in enumerate(ALPHA_SCALES)
+        for j, placement in enumerate(PLACEMENTS)
+        for k, support in enumerate(SUPPORTS)
+        if (i + j + k) % 3 or support == "zero"  # what is filled in at pairs outside is of each placement
+    ],
+)
 def test_every_placement_is_its_formula(scaled, placement, support, prefix):
     found = leaves(prefix, batch=1)
     out = attend(found, placement, support, prefix, scaled)
@@ -114,11 +121,6 @@ def test_alpha_that_scales_logits_or_m_is_the_same_in_a_product_and_nowhere_else
     for placement in PLACEMENTS:
         both = [attend(found, placement, "dense", 1, scaled) for scaled in ALPHA_SCALES]
         assert torch.allclose(*both, rtol=1e-10, atol=1e-12) == (placement == "multiply"), placement
-
-
-def test_what_alpha_scales_is_one_of_two():
-    with pytest.raises(ValueError, match="alpha_scales='M' must be one of logits, mask"):
-        resolve_decay({"name": "violin", "alpha_scales": "M"})
 
 
 @pytest.mark.parametrize("support", ["dense", "sparse"])
@@ -134,8 +136,10 @@ def test_adding_m_less_one_is_adding_m(support):
     torch.testing.assert_close(attend(found, "add", support, 0), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("support", SUPPORTS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "support"),
+    [(placement, [*SUPPORTS][(i + j) % 3]) for i, placement in enumerate(PLACEMENTS) for j in (0, 1)],
+)
 def test_gradients_of_every_placement(placement, support):
     found = leaves(1, batch=1, width=2)
 
@@ -188,21 +192,22 @@ def difference_from_base(decay, support="dense"):
         return (model(images()).logits - base(images()).logits).abs().max().item()
 
 
-@pytest.mark.parametrize("support", SUPPORTS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "support"), [(placement, [*SUPPORTS][(i + 1) % 3]) for i, placement in enumerate(PLACEMENTS)]
+)
 def test_which_placements_start_as_the_base_model(placement, support):
     decay = {"name": "violin", "init": "identity", "placement": placement}
     difference = difference_from_base(decay, SUPPORTS[support])
     assert difference < 1e-5 if placement in IDENTICAL else difference > 1e-4
 
 
-@pytest.mark.parametrize("name", DECAYS)
+@pytest.mark.parametrize("name", [name for name in DECAYS if name != "violin"])
 def test_every_decay_starts_as_the_base_model(name):
     assert difference_from_base({"name": name, "init": "identity"}) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("decay", "scalars"),
+@each(
+    "decay, scalars",
     [
         ("violin", 1296),
         ({"name": "violin", "curves": ["peano", "peano_t"]}, 432),
@@ -349,9 +354,10 @@ def test_a_learned_order_survives_saving_and_another_image_size(tmp_path):
     assert torch.equal(loaded(images(32, 16)).logits, model(images(32, 16)).logits)
 
 
-@pytest.mark.parametrize(
-    ("decay", "message"),
+@each(
+    "decay, message",
     [
+        ({"name": "violin", "alpha_scales": "M"}, "alpha_scales='M' must be one of logits, mask"),
         ({"name": "violin", "placement": "plus"}, r"placement='plus' must be one of multiply \(S\(A \* M\)\), add"),
         ({"name": "violin", "placement": None}, r"placement=None must be one of multiply"),
         ({"name": "violin", "gamma": 1.0}, r"gamma=1.0 must be a number above 0 and below 1"),

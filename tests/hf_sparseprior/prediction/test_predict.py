@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hf_sparseprior.prediction import inputs, predictors
 from hf_sparseprior.prediction import predict as module
 from hf_sparseprior.saving.processor import PROCESSOR
 from tasks.heads import kinds
+from tests.each import each
 from tests.hf_sparseprior.models import head_cases
 from tests.hf_sparseprior.small import SMALL
 from tests.processes import Started, wait_until
@@ -140,24 +142,31 @@ def test_models_of_others(make, tmp_path):
         np.testing.assert_allclose(shares, sorted(logits.softmax(-1)[0].tolist())[::-1], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["torch", "onnx", "openvino"])
 @pytest.mark.slow
-def test_exported_files_find_what_their_model_finds(name, tmp_path, monkeypatch):
-    pytest.importorskip("onnxscript" if name != "torch" else "torch")
+def test_exported_files_find_what_their_model_finds(tmp_path, monkeypatch):
+    """Those of torch.export: below."""
+    pytest.importorskip("onnxscript")
     monkeypatch.setattr("hf_sparseprior.cli.deployment.latencies", lambda *arguments: ({}, {}, []))
     classifier(tmp_path / "model", num_channels=3)
     files = photos(tmp_path / "photos", 3)
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "file"), "--format", name]) == 0
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "file"), "--format", "onnx"]) == 0
     sp.predict(tmp_path / "file", files, tmp_path / "out.csv")
     expect(rows_of(tmp_path / "out.csv"), tmp_path / "model", files)
     with pytest.raises(ValueError, match="features='pooled' needs a model"):
         sp.predict(tmp_path / "file", files, tmp_path / "out.npz", features="pooled")
 
 
-def test_a_package_is_left_to_its_own_command(tmp_path):
-    (tmp_path / "deployment.json").write_text('{"format": "aoti", "file": "model.aoti.pt2"}')
+@each(
+    "written, said",
+    [
+        ('{"format": "aoti", "file": "model.aoti.pt2"}', "run-package AOTInductor's, which are code"),
+        ('{"format": "onnx", "sparse_prior_format": 2}', r"deployment\.json: sparse_prior_format=2: the file has fo"),
+    ],
+)
+def test_packages_and_files_of_a_newer_format_are_refused(written, said, tmp_path):
+    (tmp_path / "deployment.json").write_text(written)
     files = photos(tmp_path / "photos", 1)
-    with pytest.raises(ValueError, match="run-package AOTInductor's, which are code"):
+    with pytest.raises(ValueError, match=said):
         sp.predict(tmp_path, files, tmp_path / "out.csv")
 
 
@@ -183,8 +192,7 @@ def test_several_labels_and_numbers(tmp_path):
 # ---- features -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TAKE_IMAGES)
-@pytest.mark.parametrize("ending", ["npz", "parquet"])
+@pytest.mark.parametrize(("name", "ending"), [*zip(TAKE_IMAGES, cycle(["npz", "parquet"]))])
 def test_pooled_features_are_what_the_classifier_takes(name, ending, tmp_path):
     model = classifier(tmp_path / "model", name)
     files = photos(tmp_path / "photos", 3)
@@ -424,8 +432,17 @@ def test_a_killed_command_goes_on(tmp_path):
 # ---- bad values -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A model and a photo in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    classifier(tmp_path / "model")
+    photos(tmp_path / "photos", 1)
+    return tmp_path
+
+
+@each(
+    "options, message",
     [
         ({"out": "out.txt"}, "out=.*out.txt must be a file that ends in .csv or .jsonl or .parquet"),
         ({"top": 0}, "top=0 must be an integer above 0"),
@@ -445,14 +462,11 @@ def test_a_killed_command_goes_on(tmp_path):
         ({"model": "photos"}, "photos is no saved model"),
     ],
 )
-def test_bad_values(options, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    classifier(tmp_path / "model")
-    photos(tmp_path / "photos", 1)
+def test_bad_values(options, message, folders):
     given = {"model": "model", "images": "photos", "out": "out.csv", **options}
     with pytest.raises((OSError, ValueError), match=message):
         sp.predict(**given)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "photos"]
+    assert sorted(path.name for path in folders.iterdir()) == ["model", "photos"]
 
 
 def test_nothing_readable_is_an_error(tmp_path):
@@ -476,13 +490,6 @@ def test_the_hub_is_asked_for_configs_and_safetensors_alone(tmp_path, monkeypatc
     assert asked == {"someone/model": ["*.json", "*.safetensors"]}
     expect(rows_of(tmp_path / "out.csv"), tmp_path / "model", files)
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "model").num_labels == 3
-
-
-def test_exported_files_of_a_newer_format_are_refused(tmp_path):
-    (tmp_path / "deployment.json").write_text('{"format": "onnx", "sparse_prior_format": 2}')
-    files = photos(tmp_path / "photos", 1)
-    with pytest.raises(ValueError, match=r"deployment\.json: sparse_prior_format=2: the file has format 2"):
-        sp.predict(tmp_path, files, tmp_path / "out.csv")
 
 
 def test_masks_and_overlays_go_on(tmp_path, monkeypatch):

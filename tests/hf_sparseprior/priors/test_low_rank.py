@@ -127,11 +127,10 @@ def test_linformer_of_fibottention_table_2_counts_patches():
     assert f"{prior_pruning_ratio(prior, LayerKey(12, (14, 14)), 0, 64):.2f}" == "97.96"
 
 
-@pytest.mark.parametrize("mixer", ["linformer", "efficient", {"name": "efficient", "key_width": 3}])
-def test_flops_equal_those_that_torch_counts(mixer):
+def test_flops_of_narrow_keys_equal_those_that_torch_counts():
     config = SparsePriorViTConfig(
         image_size=24, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, num_labels=3, prior={"mixer": mixer},
+        intermediate_size=32, num_labels=3, prior={"mixer": {"name": "efficient", "key_width": 3}},
     )  # fmt: skip
     model = SparsePriorViTForImageClassification(config).eval()
     # torch does not count its fused attention on CPUs.
@@ -145,25 +144,6 @@ def test_narrow_keys():
     attention = SparsePriorAttention(32, 4, prior)
     assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (12, 32)
     assert attention(torch.randn(2, 4, 32), (2, 2))[0].shape == (2, 4, 32)
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_every_mixer_trains_and_is_saved(name, tmp_path):
-    config = SparsePriorViTConfig(
-        image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, num_labels=3, prior=name,
-    )  # fmt: skip
-    assert SparsePriorViTConfig(**config.to_dict()).prior == config.prior and config.prior_name == name
-    torch.manual_seed(0)
-    model = SparsePriorViTForImageClassification(config)
-    pixels = torch.randn(2, 3, 16, 16)
-    model(pixels, labels=torch.tensor([0, 2])).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert model(torch.randn(1, 3, 20, 12)).logits.isfinite().all()
-    model.save_pretrained(tmp_path)
-    model.eval()
-    again = SparsePriorViTForImageClassification.from_pretrained(tmp_path)
-    assert again(pixels).logits.equal(model(pixels).logits)
 
 
 def test_a_forced_backend_is_refused(monkeypatch):

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.attention.functional import run_plan
 from hf_sparseprior.attention.key_selection import largest
 from hf_sparseprior.attention.plan import AttentionPlan
@@ -11,13 +10,12 @@ from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.decay import PLACEMENTS
 from hf_sparseprior.patterns.supports import LayerKey, resolve_support
 from hf_sparseprior.priors.layer import PriorAttention
-from hf_sparseprior.priors.predictor import PREDICTORS, TopK
+from hf_sparseprior.priors.predictor import TopK
 from hf_sparseprior.priors.prior import prior_pruning_ratio, resolve_prior
 from tests.hf_sparseprior.attention.attention_calls import attend
 
 GRID, HEADS = (3, 4), 2
 SETTINGS_OF_3 = {"name": "topk", "keys": 3}
-SETTINGS = {"topk": {"keys": 3}}
 
 
 def inputs(prefix=1, batch=2, width=5, seed=0):
@@ -98,14 +96,6 @@ def test_topk_of_all_keys_is_dense():
         assert out.equal(dense)
 
 
-def test_equal_logits_go_by_their_index():
-    q, k, v = inputs()
-    q, same = torch.ones_like(q), torch.ones_like(k)  # no rounding makes a difference
-    attention = PriorAttention(HEADS, resolve_prior({"predictor": {"name": "topk", "keys": 4}}, HEADS, GRID))
-    weights = attend(attention, q, same, v, GRID, 1, need_weights=True)[1]
-    assert (weights[..., :4] == 0.25).all() and (weights[..., 4:] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_largest_of_equal_values_are_those_in_front(dtype):
     values = torch.randint(-2, 3, (40, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -135,22 +125,3 @@ def test_topk_of_fibottention_table_2():
     assert TopK(12, 64, None, 98.48).top_k(197) == 3
     assert [TopK(12, 64, None, 98.48).top_k(total) for total in (1, 2, 65)] == [1, 2, 2]
     assert f"{prior_pruning_ratio(prior, LayerKey(12, (14, 14)), 1, 64):.2f}" == "98.48"
-
-
-@pytest.mark.parametrize("name", PREDICTORS)
-def test_every_predictor_trains_and_is_saved(name, tmp_path):
-    config = SparsePriorViTConfig(
-        image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, num_labels=3, prior={"predictor": {"name": name, **SETTINGS.get(name, {})}},
-    )  # fmt: skip
-    assert SparsePriorViTConfig(**config.to_dict()).prior == config.prior and config.prior_name == name
-    torch.manual_seed(0)
-    model = SparsePriorViTForImageClassification(config)
-    pixels = torch.randn(2, 3, 16, 16)
-    model(pixels, labels=torch.tensor([0, 2])).loss.backward()
-    assert all(layer.attention.q_proj.weight.grad.abs().sum() > 0 for layer in model.vit.layers)
-    assert model(torch.randn(1, 3, 20, 12)).logits.isfinite().all()
-    model.save_pretrained(tmp_path)
-    model.eval()
-    again = SparsePriorViTForImageClassification.from_pretrained(tmp_path)
-    assert again(pixels).logits.equal(model(pixels).logits)

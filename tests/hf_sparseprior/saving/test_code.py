@@ -1,6 +1,7 @@
 """The code in a saved folder: few files, the sources' own text, and refusals of what cannot be joined."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import sys
@@ -32,6 +33,7 @@ def test_model_and_configuration_are_saved_with_the_same_eight_files(family, tmp
         assert text.startswith(f"# hf_sparseprior {hf_sparseprior.__version__}, ".encode())
 
 
+@functools.cache
 def definitions(source: str) -> list[str]:
     """Every function and class at the top of a source, without the imports in it."""
 
@@ -89,26 +91,6 @@ def test_of_other_peoples_code_that_of_the_family_alone_is_saved(tmp_path, monke
     run_script(LOAD, str(tmp_path / "saved"), str(tmp_path / "again"), folder=tmp_path, package=True)
     for name in ("foreign_family.py", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
-
-
-SAVE_AGAIN = """
-import sys, torch
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-cls = get_class_from_dynamic_module("modeling_sparseprior_vit.SparsePriorViTModel", sys.argv[1])
-assert cls.__module__.startswith("transformers_modules") and "hf_sparseprior" not in sys.modules
-torch.manual_seed(0)
-cls(cls.config_class.from_pretrained(sys.argv[1])).save_pretrained(sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-def test_a_model_that_runs_on_saved_code_saves_the_same_code(tmp_path):
-    FAMILIES["sparseprior_vit"].base(small("sparseprior_vit")).save_pretrained(tmp_path / "model")
-    run_script(SAVE_AGAIN, str(tmp_path / "model"), str(tmp_path / "again"), folder=tmp_path, package=False)
-    first, second = (
-        {path.name: path.read_bytes() for path in (tmp_path / of).glob("*.py")} for of in ("model", "again")
-    )
-    assert first == second and len(first) == 8
 
 
 # ---- a package of its own -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import sys
 
 import pytest
@@ -30,6 +31,7 @@ from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.predictor import PREDICTORS
 from hf_sparseprior.saving.card import model_card
+from tests.each import each
 from tests.hf_sparseprior.attention.attention_cases import SHIPPED_SUPPORTS
 from tests.hf_sparseprior.small import noise, scatter
 from tests.processes import run_script
@@ -60,17 +62,24 @@ def images():
     return noise(2, 3, 32, 32)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    make().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    make().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+def folder(saved, tmp_path):
+    """One to change."""
+    return shutil.copytree(saved, tmp_path / "model")
 
 
 # ---- contents of a folder -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", MODELS)
-def test_auto_map_names_all_four_classes(cls, tmp_path):
+def test_auto_map_names_all_four_classes_and_their_code_is_flat_and_complete(cls, tmp_path):
     make(cls).save_pretrained(tmp_path)
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert set(auto_map) == set(CLASSES)
@@ -78,11 +87,6 @@ def test_auto_map_names_all_four_classes(cls, tmp_path):
         module, name = reference.split(".")
         assert name == CLASSES[auto_class].__name__
         assert f"class {name}(" in (tmp_path / f"{module}.py").read_text()
-
-
-@pytest.mark.parametrize("cls", MODELS)
-def test_code_is_flat_and_complete(cls, tmp_path):
-    make(cls).save_pretrained(tmp_path)
     assert all(path.is_file() for path in tmp_path.iterdir())
     files = {path.stem: path for path in tmp_path.glob("*.py")}
     assert {"configuration_sparseprior_vit", "modeling_sparseprior_vit"} <= set(files)
@@ -117,8 +121,10 @@ def test_processor_fits_the_model(tmp_path):
     assert processor(Image.new("RGBA", (50, 40)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 48)
 
 
-@pytest.mark.parametrize("cls", MODELS)
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "violin", "fibottention+violin"])
+@pytest.mark.parametrize(
+    ("cls", "prior"),
+    [(MODELS[0], "dense"), (MODELS[1], "fibottention"), (MODELS[2], "violin"), (MODELS[1], "fibottention+violin")],
+)
 def test_card_says_what_the_model_is(cls, prior, tmp_path):
     model = make(cls, prior=prior)
     model.save_pretrained(tmp_path)
@@ -168,9 +174,13 @@ def test_saving_twice_into_one_folder(folder):
 def test_shards(tmp_path):
     model = make()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
     loaded = SparsePriorViTForImageClassification.from_pretrained(tmp_path)
     assert torch.equal(loaded(images()).logits, model(images()).logits)
+    shards[-1].unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        SparsePriorViTForImageClassification.from_pretrained(tmp_path)
 
 
 # ---- with the package -----------------------------------------------------------------------------------------------
@@ -291,14 +301,11 @@ def test_every_kind_of_prior_comes_back_by_remote_code(tmp_path):
 
 
 @pytest.mark.slow
-def test_remote_code_runs_without_the_package(remote):
+def test_remote_code_runs_without_the_package_and_gives_the_same_bits(remote, monkeypatch):
     report = remote[2]
     assert report["package"] == [] and report["card"]
     assert all(module.startswith("transformers_modules.") for module in report["modules"])
     assert report["priors"] == ["fibottention+violin"] * 4 + ["dense"]
-
-
-def test_remote_code_gives_the_same_bits(remote, monkeypatch):
     monkeypatch.setattr(compiled_kernels, "INSTALLED_VERSION", None)  # without the package there is no compiled kernel
     _, models, _, outputs = remote
     with torch.no_grad():
@@ -319,6 +326,7 @@ def test_a_model_saved_by_remote_code_is_complete(remote):
     folder, models, _, _ = remote
     for name in ("base", "classifier"):
         first, second = folder / name, folder / f"{name} again"
+        assert len(list(first.glob("*.py"))) == 8
         assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
         assert all((second / path.name).read_text() == path.read_text() for path in first.glob("*.py"))
         written = json.loads((second / "config.json").read_text())["auto_map"]
@@ -363,53 +371,43 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("settings", [{}, {"weights_only": False}, {"use_safetensors": True}], ids=str)
-def test_a_pickled_checkpoint_is_refused_and_never_opened(loader, settings, folder):
+@each("loader", LOADERS)
+def test_a_pickled_checkpoint_is_refused_and_never_opened(loader, folder):
     trace = set_trap(folder)
-    with pytest.raises(OSError, match="safetensors") as caught:
-        LOADERS[loader](folder, **settings)
-    assert str(folder) in str(caught.value)
-    assert not trace.exists()
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_pickles_cannot_be_asked_for(loader, folder):
-    trace = set_trap(folder)
+    for settings in ({}, {"weights_only": False}, {"use_safetensors": True}, {"use_safetensors": None}):
+        with pytest.raises(OSError, match="safetensors") as caught:
+            LOADERS[loader](folder, **settings)
+        assert str(folder) in str(caught.value), settings
     with pytest.raises(ValueError, match="use_safetensors=False is refused"):
         LOADERS[loader](folder, use_safetensors=False, weights_only=False)
     assert not trace.exists()
 
 
-def test_no_word_on_safetensors_is_the_default(folder):
+def test_no_word_on_safetensors_is_the_default(saved):
     """`use_safetensors=None` is what transformers' own signature says for "not given"."""
-    SparsePriorViTForImageClassification.from_pretrained(folder, use_safetensors=None)
-    trace = set_trap(folder)
-    with pytest.raises(OSError, match="safetensors"):
-        SparsePriorViTForImageClassification.from_pretrained(folder, use_safetensors=None)
-    assert not trace.exists()
+    SparsePriorViTForImageClassification.from_pretrained(saved, use_safetensors=None)
 
 
 @pytest.mark.parametrize("hostile", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"weights_only": False}], ids=str)
-def test_a_pickle_behind_a_safetensors_index_is_refused(folder, settings, hostile):
+def test_a_pickle_behind_a_safetensors_index_is_refused(folder, hostile):
     weights = load_file(folder / "model.safetensors")
     trace = set_trap(folder)
     if not hostile:
         torch.save(weights, folder / "pytorch_model.bin")
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(OSError, match=r"pytorch_model\.bin"):
-        SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
+    for settings in ({}, {"weights_only": False}):
+        with pytest.raises(OSError, match=r"pytorch_model\.bin"):
+            SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("settings", [{}, {"weights_only": False}], ids=str)
-def test_a_pickle_named_safetensors_is_never_opened(folder, settings):
+def test_a_pickle_named_safetensors_is_never_opened(folder):
     trace = set_trap(folder, "model.safetensors")
-    with pytest.raises(OSError, match="damaged or cut off") as caught:
-        SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
-    assert str(folder) in str(caught.value) and not trace.exists()
+    for settings in ({}, {"weights_only": False}):
+        with pytest.raises(OSError, match="damaged or cut off") as caught:
+            SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
+        assert str(folder) in str(caught.value) and not trace.exists()
 
 
 def test_a_pickle_beside_safetensors_is_never_opened(folder):
@@ -420,55 +418,43 @@ def test_a_pickle_beside_safetensors_is_never_opened(folder):
     assert not trace.exists()
 
 
-# Cut inside the length of the header, inside the header, right after it, inside the data, one byte before the end.
-@pytest.mark.parametrize("keep", [0, 4, 100, "header", "half", -1])
 @pytest.mark.parametrize("loader", ["class", "auto class"])
-def test_truncated_weights_give_one_error_that_names_the_folder(loader, keep, folder):
+def test_truncated_weights_give_one_error_that_names_the_folder(loader, folder):
+    """Cut inside the length of the header, inside the header, after it, inside the data, one byte before the end."""
     path = folder / "model.safetensors"
     data = path.read_bytes()
-    keep = {"header": 8 + int.from_bytes(data[:8], "little"), "half": len(data) // 2}.get(keep, keep)
-    path.write_bytes(data[:keep])
-    with pytest.raises(OSError) as caught:
-        LOADERS[loader](folder)
-    message = str(caught.value)
-    assert str(folder) in message and "damaged or cut off" in message and "\n" not in message
+    for keep in (0, 4, 100, 8 + int.from_bytes(data[:8], "little"), len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:keep])
+        with pytest.raises(OSError) as caught:
+            LOADERS[loader](folder)
+        message = str(caught.value)
+        assert str(folder) in message and "damaged or cut off" in message and "\n" not in message, keep
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model_type": "sparseprior_vit"'])
-def test_a_damaged_config_gives_one_error_that_names_the_file(folder, content):
-    (folder / "config.json").write_text(content)
-    with pytest.raises((OSError, ValueError), match=r"config\.json"):
-        SparsePriorViTForImageClassification.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("settings", [{}, {"ignore_mismatched_sizes": True}], ids=str)
-def test_a_missing_config_is_named(folder, settings):
+def test_a_damaged_or_missing_config_is_named(folder):
     """Otherwise the result would be a ViT-B with random weights."""
+    for content in ("", "{", '{"model_type": "sparseprior_vit"'):
+        (folder / "config.json").write_text(content)
+        with pytest.raises((OSError, ValueError), match=r"config\.json"):
+            SparsePriorViTForImageClassification.from_pretrained(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(OSError, match=r"config\.json") as caught:
-        SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
-    assert str(folder) in str(caught.value)
-
-
-def test_auto_classes_name_the_folder_without_config(folder):
-    (folder / "config.json").unlink()
+    for settings in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(OSError, match=r"config\.json") as caught:
+            SparsePriorViTForImageClassification.from_pretrained(folder, **settings)
+        assert str(folder) in str(caught.value)
     with pytest.raises((OSError, ValueError), match=r"config\.json") as caught:
         AutoModelForImageClassification.from_pretrained(folder)
     assert str(folder) in str(caught.value)
 
 
-def test_a_config_given_by_the_caller_replaces_the_file(folder):
-    expected = SparsePriorViTForImageClassification.from_pretrained(folder)(images()).logits
-    (folder / "config.json").unlink()
-    model = SparsePriorViTForImageClassification.from_pretrained(folder, config=tiny())
-    assert torch.equal(model(images()).logits, expected)
-
-
-def test_weights_given_by_the_caller_need_no_folder():
+def test_what_the_caller_gives_replaces_the_files(folder):
     source = make()
+    expected = source(images()).logits
+    (folder / "config.json").unlink()
     weights = {name: tensor.clone() for name, tensor in source.state_dict().items()}
-    model = SparsePriorViTForImageClassification.from_pretrained(None, config=tiny(), state_dict=weights)
-    assert torch.equal(model(images()).logits, source(images()).logits)
+    for place, given in ((folder, {}), (None, {"state_dict": weights})):
+        model = SparsePriorViTForImageClassification.from_pretrained(place, config=tiny(), **given)
+        assert torch.equal(model(images()).logits, expected)
 
 
 def test_missing_weights_are_named(folder):
@@ -478,19 +464,12 @@ def test_missing_weights_are_named(folder):
     assert str(folder) in str(caught.value)
 
 
-def test_a_missing_shard_is_an_error(tmp_path):
-    make().save_pretrained(tmp_path, max_shard_size="10KB")
-    sorted(tmp_path.glob("*.safetensors"))[-1].unlink()
-    with pytest.raises(OSError, match="safetensors"):
-        SparsePriorViTForImageClassification.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("prior", ['"violn"', '{"support": {"name": "fibottention", "w_min": -1}}'])
-def test_a_bad_prior_in_a_saved_config_is_refused(folder, prior):
+def test_a_bad_prior_in_a_saved_config_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "prior": json.loads(prior)}))
-    with pytest.raises(ValueError, match=r"violn|w_min=-1"):
-        SparsePriorViTForImageClassification.from_pretrained(folder)
+    for prior, name in (("violn", "violn"), ({"support": {"name": "fibottention", "w_min": -1}}, "w_min=-1")):
+        (folder / "config.json").write_text(json.dumps({**config, "prior": prior}))
+        with pytest.raises(ValueError, match=name):
+            SparsePriorViTForImageClassification.from_pretrained(folder)
 
 
 def test_weights_of_another_size_are_refused(folder):

@@ -17,6 +17,7 @@ from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
 from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
 from tasks.common.images.processor import make_processor
+from tests.each import each
 from tests.hf_sparseprior.small import scatter, shipped_families, small
 from tests.processes import run_script
 
@@ -90,8 +91,7 @@ def test_the_cards_example_runs_without_the_package(tmp_path):
     assert type(again) is SparsePriorImageProcessor and list(again.image_mean) == [0.3]
 
 
-@pytest.mark.parametrize("crop", [None, 0.8])
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1", "CMYK", "LA"])
+@each("mode, crop", [*((mode, None) for mode in ("RGB", "L", "P", "RGBA", "1", "CMYK", "LA")), ("P", 0.8)])
 def test_any_mode_becomes_one_channel(mode, crop, tmp_path):
     processor = make_processor(small("sparseprior_vit", **GREY), crop)
     processor.save_pretrained(tmp_path)

@@ -3,6 +3,7 @@
 import pytest
 
 from hf_sparseprior.training import SparsePriorTrainingArguments
+from tests.each import each
 
 
 def arguments(folder, world_size=1, **options):
@@ -11,9 +12,7 @@ def arguments(folder, world_size=1, **options):
     return kind(output_dir=str(folder), use_cpu=True, **options)
 
 
-@pytest.mark.parametrize(
-    ("processes", "accumulation", "expected"), [(1, 1, 64), (4, 1, 16), (1, 4, 16), (4, 2, 8), (64, 1, 1)]
-)
+@each("processes, accumulation, expected", [(1, 1, 64), (4, 1, 16), (1, 4, 16), (4, 2, 8), (64, 1, 1)])
 def test_a_step_has_the_effective_batch_size(processes, accumulation, expected, tmp_path):
     own = arguments(
         tmp_path, processes, effective_batch_size=64, gradient_accumulation_steps=accumulation,
@@ -23,8 +22,8 @@ def test_a_step_has_the_effective_batch_size(processes, accumulation, expected, 
     assert arguments(tmp_path, processes, per_device_train_batch_size=7).train_batch_size == 7
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
+@each(
+    "size, message",
     [
         (10, "effective_batch_size=10 must be a multiple of 4: 2 devices times gradient_accumulation_steps=2"),
         (2, "effective_batch_size=2 must be a multiple of 4"),

@@ -25,6 +25,7 @@ from hf_sparseprior.training.distillation import (
     train_predictors_alone,
 )
 from hf_sparseprior.training.mixing import check_mixtoken
+from tests.each import each
 from tests.hf_sparseprior.small import VIT
 from tests.hf_sparseprior.training.test_trainer import StopAt
 
@@ -74,9 +75,7 @@ def test_token_loss_by_hand():
     tokens = torch.tensor([[[1.0, 2.0], [0.0, -1.0]]])
     teacher = torch.tensor([[[1.0, 0.0], [3.0, -1.0]]])
     assert token_loss(tokens, teacher).item() == (0 + 4 + 9 + 0) / 4
-
-
-def test_token_loss_of_kept_patches_by_hand():
+    # Of the patches that are kept alone.
     teacher = torch.arange(10.0).reshape(1, 5, 2)  # a class token and four patches
     tokens = torch.tensor([[[0.0, 1.0], [8.0, 9.0], [4.0, 7.0]]])  # the class token, patches 3 and 1, the last off by 2
     assert token_loss(tokens, teacher, torch.tensor([[3, 1]]), num_prefix_tokens=1).item() == pytest.approx(4 / 6)
@@ -106,7 +105,7 @@ def test_a_step_has_the_weighted_sum_of_the_losses(tmp_path):
     with torch.no_grad():
         told = teacher(inputs["pixel_values"], output_hidden_states=True)
     loss = (
-        2 * torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
+        2 * F.cross_entropy(out.logits, inputs["labels"])
         + 0.5 * (out.hidden_states[-1] - told.hidden_states[-1]).square().mean()
         + 3 * (out.logits.softmax(-1) * (out.logits.log_softmax(-1) - told.logits.log_softmax(-1))).sum() / 4
     )
@@ -119,7 +118,7 @@ def test_a_step_has_the_weighted_sum_of_the_losses(tmp_path):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-6)
     assert all(parameter.grad is None for parameter in trainer.distillation.teacher.model.parameters())
     # Evaluation judges by the labels alone.
-    plain = torch.nn.functional.cross_entropy(student.eval()(inputs["pixel_values"]).logits, inputs["labels"])
+    plain = F.cross_entropy(student.eval()(inputs["pixel_values"]).logits, inputs["labels"])
     assert trainer.compute_loss(student, inputs).item() == pytest.approx(plain.item(), rel=1e-6)
 
 
@@ -176,7 +175,6 @@ def test_accumulation_and_soft_labels_leave_the_gradient(tmp_path):
 
 # What must go on: dropout, a keep rate that falls, decisions that are drawn, a predictor that learns.
 RESUMED = {
-    "dense": {},
     "evit": {"keep_rate_start_epoch": 0.5, "keep_rate_epochs": 1.0},
     "dynamicvit": {},
     "sparsifiner": {"attention": 1.0},
@@ -247,7 +245,7 @@ def eq_10(model, dense, pixels):
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@each("checkpointing", [False, True])
 def test_phase_1_trains_the_predictor_alone_with_eq_10(tmp_path, checkpointing):
     model, teacher = make_model(0, prior=SPARSIFINER), make_model(0)
     train_predictors_alone(model)
@@ -295,7 +293,7 @@ def test_a_penalty_of_w_up_is_a_sum_over_all_layers_in_place_of_weight_decay(nam
     assert names <= set(plain.get_decay_parameter_names(model))
 
 
-@pytest.mark.parametrize("prior", ["violin", SPARSIFINER, "sparsifiner_published"])
+@each("prior", ["violin", SPARSIFINER, "sparsifiner_published"])
 def test_a_penalty_without_a_trained_w_up_is_refused(prior, tmp_path):
     model = make_model(0, prior=prior)
     freeze_predictors(model)
@@ -342,7 +340,7 @@ def test_phase_1_moves_nothing_else_and_ends_pruned(tmp_path):
     assert all(((layer > 0).sum(-1)[:, :, 1:] <= 1 + math.ceil(0.5 * 5)).all() for layer in kept)
 
 
-@pytest.mark.parametrize("attention", [0.0, 1.0])
+@each("attention", [0.0, 1.0])
 def test_phase_2_has_a_gradient_for_the_predictor_with_the_attention_loss_alone(tmp_path, attention):
     model = make_model(0, prior=SPARSIFINER)
     weights = {"labels": 1.0, "token": 0.5, "class": 0.5, "attention": attention}
@@ -368,8 +366,8 @@ def test_phase_2_as_published_leaves_the_predictor(tmp_path):
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "losses", "message"),
+@each(
+    "options, losses, message",
     [
         ({"num_hidden_layers": 3}, ["attention"], "the teacher has num_hidden_layers=3, the model 2; they must be the"),
         ({"num_attention_heads": 4}, ["attention"], "num_attention_heads=4, the model 2"),
@@ -386,6 +384,11 @@ def test_a_teacher_of_another_shape_is_refused(options, losses, message):
     distillation = Distillation(dict.fromkeys(losses, 1.0), Teacher(make_model(**options)))
     with pytest.raises(ValueError, match=message):
         distillation.check(make_model())
+
+
+def test_only_what_the_losses_need_has_to_agree():
+    teacher = Teacher(make_model(num_hidden_layers=1, num_attention_heads=4, hidden_size=32))
+    Distillation({"class": 1.0}, teacher).check(make_model())
 
 
 SWIN = {
@@ -455,20 +458,15 @@ def test_a_pickled_teacher_is_refused_unread(tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
 
 
-def test_only_what_the_losses_need_has_to_agree():
-    teacher = Teacher(make_model(num_hidden_layers=1, num_attention_heads=4, hidden_size=32))
-    Distillation({"class": 1.0}, teacher).check(make_model())
-
-
 def test_bad_weights_and_a_missing_teacher_are_refused():
-    with pytest.raises(ValueError, match="distillation has no setting 'tokens'; did you mean 'token'"):
-        Distillation({"tokens": 1.0})
-    with pytest.raises(ValueError, match="weight -1 of the class loss must be a number of 0 or more"):
-        Distillation({"class": -1})
-    with pytest.raises(ValueError, match="leave no loss to train with"):
-        Distillation({"labels": 0})
-    with pytest.raises(ValueError, match="the losses token need a teacher"):
-        Distillation({"token": 1})
+    for weights, message in (
+        ({"tokens": 1.0}, "distillation has no setting 'tokens'; did you mean 'token'"),
+        ({"class": -1}, "weight -1 of the class loss must be a number of 0 or more"),
+        ({"labels": 0}, "leave no loss to train with"),
+        ({"token": 1}, "the losses token need a teacher"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Distillation(weights)
     assert Distillation({"labels": 1}).teacher is None
     assert set(LOSSES) >= {"labels", "token", "class", "class_forward", "attention"}
 

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import TrainerCallback
 
 import hf_sparseprior as sp
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, WeightAverage
+from tests.each import each
 
 
 class Squares(Dataset):
@@ -70,9 +73,10 @@ def closed_form(weights, decay):
     }
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99992])
-@pytest.mark.parametrize("steps", [1, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each(
+    "decay, steps, dtype",
+    itertools.product([0.0, 0.5, 0.99992], [1, 7], [torch.float32, torch.float64, torch.bfloat16]),
+)
 def test_after_k_steps_the_average_is_the_closed_form(decay, steps, dtype):
     model, generator = nn.Linear(3, 2).to(dtype), torch.Generator().manual_seed(0)
     weights = [{name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}]
@@ -190,7 +194,7 @@ def test_below_peft_only_what_is_trained_is_averaged(tmp_path):
         np.testing.assert_allclose(trainer.weight_average.averages[name].numpy(), expected[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [-0.1, 1, 1.5, True, "0.9", float("nan")])
+@each("value", [-0.1, 1, 1.5, True, "0.9", float("nan")])
 def test_bad_decay_is_named(tmp_path, value):
     with pytest.raises(ValueError, match=rf"ema_decay={value!r} must be in \[0, 1\), or null for none"):
         SparsePriorTrainingArguments(output_dir=str(tmp_path), ema_decay=value)

@@ -69,10 +69,10 @@ def test_all_finite_reads_floating_numbers_of_every_kind():
         assert not all_finite([*fine, torch.tensor([1.0, value])])
 
 
-@pytest.mark.parametrize("value", ["ignore", None, True])
-def test_other_values_are_refused(value, tmp_path):
-    with pytest.raises(ValueError, match=rf"nonfinite_loss={value!r} must be 'stop' or 'continue'"):
-        SparsePriorTrainingArguments(output_dir=str(tmp_path), nonfinite_loss=value)
+def test_other_values_are_refused(tmp_path):
+    for value in ("ignore", None, True):
+        with pytest.raises(ValueError, match=rf"nonfinite_loss={value!r} must be 'stop' or 'continue'"):
+            SparsePriorTrainingArguments(output_dir=str(tmp_path), nonfinite_loss=value)
 
 
 def test_it_goes_on_if_it_is_told_to(tmp_path):

@@ -6,6 +6,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import hf_sparseprior as sp
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, layer_depths
+from tests.each import each
 from tests.hf_sparseprior.models.test_every_family import IMAGES, images
 from tests.hf_sparseprior.small import small
 
@@ -101,7 +102,7 @@ def test_frozen_parameters_are_left_out_and_do_not_move_the_rates(tmp_path):
     assert found["vit.layers.0.mlp.fc1.weight"] == pytest.approx((0.25e-3, DECAY))
 
 
-@pytest.mark.parametrize("layer_decay", [1.0, LAYER_DECAY])
+@each("layer_decay", [1.0, LAYER_DECAY])
 def test_below_peft_the_same_rules_hold(tmp_path, layer_decay):
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["classifier", "decay_bias"])
     model = get_peft_model(make_model(), lora)
@@ -142,9 +143,9 @@ SWIN = {
 TIMM_SWIN = {"layers.0.blocks.0.a": 1, "layers.1.downsample.a": 1, "layers.1.blocks.0.a": 2, "head.fc.weight": 3}
 
 
-@pytest.mark.parametrize("names", [TIMM, STOCK, SWIN, TIMM_SWIN], ids=["timm", "stock", "Swin", "Swin of timm"])
-def test_names_of_other_libraries(names):
-    assert layer_depths(names) == (names, max(names.values()) - 1)
+def test_names_of_other_libraries():
+    for names in (TIMM, STOCK, SWIN, TIMM_SWIN):
+        assert layer_depths(names) == (names, max(names.values()) - 1)
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -177,7 +178,7 @@ def test_the_rates_keep_their_proportions_through_the_schedule(tmp_path):
         trainer.lr_scheduler.step()
 
 
-@pytest.mark.parametrize("value", [0, -0.5, 1.01, True, "0.65", None, float("nan")])
+@each("value", [0, -0.5, 1.01, True, "0.65", None, float("nan")])
 def test_bad_layer_decay_is_named(tmp_path, value):
     with pytest.raises(ValueError, match=rf"layer_decay={value!r} must be above 0 and at most 1"):
         SparsePriorTrainingArguments(output_dir=str(tmp_path), layer_decay=value)

@@ -9,6 +9,7 @@ from scipy import stats
 
 from hf_sparseprior.training import Draw, DrawSampler, Mixing, SoftTargetCollator
 from hf_sparseprior.training.mixing import cut_box
+from tests.each import each
 
 CLASSES = 5
 
@@ -39,8 +40,10 @@ def share_of_own_pixels(batch, draws):
     return (mean - partner) / (own - partner)
 
 
-@pytest.mark.parametrize("mixing", [Mixing(mixup=0.8), Mixing(cutmix=1.0), Mixing(mixup=0.8, cutmix=1.0)], ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@each(
+    "mixing, smoothing",
+    itertools.product([Mixing(mixup=0.8), Mixing(cutmix=1.0), Mixing(mixup=0.8, cutmix=1.0)], [0.0, 0.1]),
+)
 def test_a_label_has_the_share_that_the_pixels_have(mixing, smoothing):
     for number in range(20):
         draws = epoch(epoch=number)
@@ -71,8 +74,7 @@ def test_cutmix_exchanges_one_box():
         assert all((image[mask.expand(3, -1, -1)] == value).all() for image, value in zip(pixels, partner, strict=True))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.9999, 1.0])
-@pytest.mark.parametrize("size", [(224, 224), (6, 10), (1, 1)])
+@each("share, size", itertools.product([0.0, 0.25, 0.9999, 1.0], [(224, 224), (6, 10), (1, 1)]))
 def test_cutmix_box_is_the_published_one(share, size):
     """CutMix appendix A: centre uniform, sides sqrt(1 - share) of the image's, clipped, share corrected."""
     height, width = size
@@ -88,14 +90,14 @@ def test_cutmix_box_is_the_published_one(share, size):
         assert 0 <= mix.share <= 1
 
 
-@pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0])
+@each("alpha", [0.2, 0.8, 1.0])
 def test_shares_of_mixup_follow_beta(alpha):
     mixing = Mixing(mixup=alpha)
     shares = [mixing.draw(np.random.default_rng([0, seed]), 8, 8).share for seed in range(3000)]
     assert stats.kstest(shares, stats.beta(alpha, alpha).cdf).pvalue > 0.01
 
 
-@pytest.mark.parametrize(("probability", "switch"), [(1.0, 0.5), (0.5, 0.5), (0.3, 0.8), (0.0, 0.5), (1.0, 0.0)])
+@each("probability, switch", [(1.0, 0.5), (0.5, 0.5), (0.3, 0.8), (0.0, 0.5), (1.0, 0.0)])
 def test_probability_and_switch(probability, switch):
     mixing, number = Mixing(0.8, 1.0, probability, switch), 4000
     mixes = [mixing.draw(np.random.default_rng([1, seed]), 32, 32) for seed in range(number)]
@@ -105,14 +107,12 @@ def test_probability_and_switch(probability, switch):
     assert mixed_up == pytest.approx(probability * (1 - switch), abs=0.03)
 
 
-@pytest.mark.parametrize(("mixing", "boxes"), [(Mixing(mixup=1.0), False), (Mixing(cutmix=1.0), True)])
-def test_the_switch_counts_only_where_both_are_on(mixing, boxes):
-    assert all((mixing.draw(np.random.default_rng(s), 8, 8).box is not None) == boxes for s in range(50))
+def test_the_switch_counts_only_where_both_are_on():
+    for mixing, boxes in ((Mixing(mixup=1.0), False), (Mixing(cutmix=1.0), True)):
+        assert all((mixing.draw(np.random.default_rng(s), 8, 8).box is not None) == boxes for s in range(50))
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("mixing", [Mixing(mixup=0.8), Mixing(cutmix=1.0)], ids=str)
-@pytest.mark.parametrize("micro", [2, 4, 8])
+@each("mixing, micro, repeats", itertools.product([Mixing(mixup=0.8), Mixing(cutmix=1.0)], [2, 4, 8], [1, 3]))
 def test_a_global_batch_is_the_same_however_it_is_split(mixing, micro, repeats):
     draws = epoch(48, repeats=repeats)
     whole = [collate(draws[start : start + 16], mixing) for start in (0, 16, 32)]
@@ -132,7 +132,7 @@ def test_mixing_differs_by_seed_and_epoch():
     assert len(found) == 9
 
 
-@pytest.mark.parametrize("number", [1, 3, 7])
+@each("number", [1, 3, 7])
 def test_in_an_odd_batch_the_last_image_stays_as_it_is(number):
     draws = epoch()[:number]
     batch = collate(draws, Mixing(mixup=0.8), smoothing=0.1)
@@ -154,7 +154,7 @@ def test_without_mixing_and_smoothing_labels_are_class_indices():
         assert batch["labels"].tolist() == [4] and batch["labels"].dtype == torch.int64
 
 
-@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+@each("smoothing", [0.1, 0.5])
 def test_smoothed_targets_give_the_loss_of_torch(smoothing):
     labels, logits = torch.tensor([0, 3, 4]), torch.randn(3, CLASSES, dtype=torch.float64)
     targets = SoftTargetCollator(CLASSES, Mixing(), smoothing).targets(labels).double()
@@ -162,14 +162,14 @@ def test_smoothed_targets_give_the_loss_of_torch(smoothing):
     torch.testing.assert_close(torch.nn.functional.cross_entropy(logits, targets), expected, atol=1e-7, rtol=1e-7)
 
 
-@pytest.mark.parametrize("field", ["mixup", "cutmix", "probability", "switch_probability"])
-@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
-def test_bad_settings_are_named(field, value):
-    with pytest.raises(ValueError, match=rf"{field}={value!r} must be"):
-        Mixing(**{field: value})
+@each("field", ["mixup", "cutmix", "probability", "switch_probability"])
+def test_bad_settings_are_named(field):
+    for value in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"{field}={value!r} must be"):
+            Mixing(**{field: value})
 
 
-@pytest.mark.parametrize("size", [1, 3, 15, 0])
+@each("size", [1, 3, 15, 0])
 def test_mixing_wants_an_even_batch(size):
     with pytest.raises(ValueError, match=f"batch_size={size} must be even"):
         SoftTargetCollator(CLASSES, Mixing(mixup=1.0), batch_size=size)
@@ -183,7 +183,7 @@ def test_mixing_wants_draws():
         SoftTargetCollator(CLASSES, Mixing(mixup=1.0))([sample, {**sample, "draw": Draw(0, 0, 0)}])
 
 
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
+@each("smoothing", [-0.1, 1.0, float("nan")])
 def test_bad_smoothing_is_named(smoothing):
     with pytest.raises(ValueError, match=rf"label_smoothing={smoothing!r} must be in \[0, 1\)"):
         SoftTargetCollator(CLASSES, Mixing(), smoothing)

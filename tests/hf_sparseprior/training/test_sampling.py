@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler
 
 from hf_sparseprior.training import Draw, DrawSampler
 from hf_sparseprior.training.sampling import round_robin
+from tests.each import each
 
 
 def epoch_of(sampler, epoch=0):
@@ -15,7 +16,7 @@ def epoch_of(sampler, epoch=0):
     return list(sampler)
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 7, 64])
+@each("num_samples", [1, 2, 7, 64])
 def test_an_epoch_is_a_permutation_with_running_positions(num_samples):
     draws = epoch_of(DrawSampler(num_samples, seed=3), 5)
     assert sorted(draw.index for draw in draws) == list(range(num_samples))
@@ -40,8 +41,7 @@ def test_orders_are_uniform():
     assert ((counts - 600 / 7) ** 2 / (600 / 7)).sum() < 80
 
 
-@pytest.mark.parametrize("repeats", [2, 3, 4])
-@pytest.mark.parametrize("num_samples", [1, 2, 3, 11, 24, 25])
+@each("num_samples, repeats", itertools.product([1, 2, 3, 11, 24, 25], [2, 3, 4]))
 def test_repeated_augmentation(num_samples, repeats):
     sampler = DrawSampler(num_samples, repeats=repeats)
     draws = epoch_of(sampler)
@@ -60,7 +60,7 @@ def test_repeated_augmentation(num_samples, repeats):
         assert positions[-1] - positions[0] < together * repeats
 
 
-@pytest.mark.parametrize("rounds", range(1, 8))
+@each("rounds", range(1, 8))
 def test_everybody_meets_another_one_in_each_round(rounds):
     orders = round_robin(rounds)
     assert len(orders) == rounds and all(sorted(order) == list(range(len(orders[0]))) for order in orders)
@@ -128,7 +128,7 @@ def test_a_sample_draws_by_seed_epoch_index_and_repeat_but_not_by_its_place():
     assert all(other != numbers() for other in others)
 
 
-@pytest.mark.parametrize("repeats", [0, -1, 1.0, True, "2", None])
+@each("repeats", [0, -1, 1.0, True, "2", None])
 def test_bad_repeats_are_named(repeats):
     with pytest.raises(ValueError, match=r"repeats=.* must be an integer of 1 or more"):
         DrawSampler(4, repeats=repeats)

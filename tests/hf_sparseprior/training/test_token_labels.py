@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from hf_sparseprior.training.token_labels import (
     patch_probabilities,
     top_classes,
 )
+from tests.each import each
 
 CLASSES = 6
 
@@ -88,9 +90,12 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize(
-    ("map_grid", "grid", "samples"), [((5, 4), (5, 4), (1, 1)), ((7, 9), (3, 4), (3, 3)), ((3, 2), (6, 4), (1, 1))]
+GRIDS = [((5, 4), (5, 4), (1, 1)), ((7, 9), (3, 4), (3, 3)), ((3, 2), (6, 4), (1, 1))]
+
+
+@each(
+    "name, map_grid, grid, samples",
+    [*((name, *grids) for name, grids in zip(VIEWS, cycle(GRIDS))), *(("turned", *grids) for grids in GRIDS[:2])],
 )
 def test_maps_are_resampled_as_by_brute_force(name, map_grid, grid, samples):
     generator = np.random.default_rng(0)
@@ -112,9 +117,7 @@ def test_without_augmentation_a_map_of_the_patch_grid_stays_as_it_is():
     flipped = cell_shares(as_tensor(FLIPPED), (4, 3), (4, 3))[0].reshape(4, 3, 4, 3)
     for row, column in np.ndindex(4, 3):
         assert flipped[row, column, row, 2 - column] == pytest.approx(1)
-
-
-def test_a_map_twice_as_fine_is_averaged():
+    # One that is twice as fine is averaged.
     shares = cell_shares(as_tensor(WHOLE), (4, 6), (2, 3))[0].reshape(2, 3, 2, 2, 3, 2)
     for row, column in np.ndindex(2, 3):
         assert shares[row, column, row, :, column].flatten().tolist() == pytest.approx([0.25] * 4)
@@ -269,7 +272,7 @@ def test_mixtoken_goes_alone_and_needs_a_grid():
 # ---- what a teacher sees --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [True, False])
+@each("own", [True, False])
 def test_a_teacher_says_of_a_patch_what_its_classifier_says_of_the_token(own):
     model = make_model(token_classifier=own).eval()
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -302,23 +305,19 @@ def folder(tmp_path):
     return tmp_path / "maps"
 
 
-def test_maps_come_back_as_they_were_written(folder):
-    for maps in (LabelMaps(folder), pickle.loads(pickle.dumps(LabelMaps(folder)))):
+def test_maps_come_back_as_they_were_written_in_another_process_too(folder):
+    opened = LabelMaps(folder)
+    opened.read(5)  # holds an open file now
+    for maps in (LabelMaps(folder), pickle.loads(pickle.dumps(LabelMaps(folder))), pickle.loads(pickle.dumps(opened))):
         assert len(maps) == 10
         maps.check(10, header().classes, "d")
         maps.verify()
-        for index in (9, 0, 4, 3):
+        for index in (9, 0, 4, 3, 5):
             classes, scores = maps.read(index)
             expected = torch.rand(2, 3, CLASSES, generator=torch.Generator().manual_seed(index)).softmax(-1)
             sums = torch.gather(expected, -1, classes.long())
             torch.testing.assert_close(scores.float(), sums, atol=1e-3, rtol=0)
             assert (scores[..., 0].float() >= expected.max(-1).values - 1e-3).all()
-
-
-def test_an_opened_folder_can_go_to_another_process(folder):
-    maps = LabelMaps(folder)
-    expected = maps.read(5)  # holds an open file now
-    assert all(torch.equal(*pair) for pair in zip(pickle.loads(pickle.dumps(maps)).read(5), expected, strict=True))
 
 
 def test_every_file_is_opened_once_and_its_maps_are_views(folder, monkeypatch):
@@ -374,8 +373,8 @@ def test_folders_of_others_are_left_alone(folder, tmp_path):
         write_label_maps(tmp_path / "full", header(), some_maps)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         ((11, header().classes, "d"), "has label maps of 10 images, the training set 11"),
         ((10, [*header().classes[:3], "cat", *header().classes[4:]], "d"), "class 3 is 'class 3' there, 'cat' here"),
@@ -389,80 +388,60 @@ def test_maps_of_other_data_are_refused(folder, arguments, message):
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
 
 
-def cut_off(folder):
-    path = folder / "maps-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
+def part(number):
+    return f"maps-0000{number}-of-00003.safetensors"
 
 
-def cut_to_nothing(folder):
-    (folder / "maps-00000-of-00003.safetensors").write_bytes(b"")
+def rewritten(number, change):
+    """What saves a file again, with changed maps."""
+
+    def damage(folder):
+        maps = {name: change(tensor).contiguous() for name, tensor in load_file(folder / part(number)).items()}
+        save_file(maps, folder / part(number))
+
+    return damage
 
 
-def other_grid(folder):
-    path = folder / "maps-00000-of-00003.safetensors"
-    save_file({name: tensor[:, :, :2].contiguous() for name, tensor in load_file(path).items()}, path)
+def with_bytes(name, change):
+    """What changes the bytes of a file."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def fewer_images(folder):
-    path = folder / "maps-00000-of-00003.safetensors"
-    save_file({name: tensor[:3].contiguous() for name, tensor in load_file(path).items()}, path)
-
-
-def flipped_bit(folder):
-    path = folder / "maps-00001-of-00003.safetensors"
-    whole = bytearray(path.read_bytes())
-    whole[-20] ^= 4
-    path.write_bytes(whole)
-
-
-def no_checksum(folder):
-    path = folder / "maps-00001-of-00003.safetensors"
-    save_file(load_file(path), path)
+def with_header(change):
+    return with_bytes(HEADER, lambda content: json.dumps(change(json.loads(content))).encode())
 
 
 def pickled(folder):
-    path = folder / "maps-00001-of-00003.safetensors"
-    path.unlink()
-    torch.save({"classes": some_maps(range(4, 8))[0]}, path)
+    (folder / part(1)).unlink()
+    torch.save({"classes": some_maps(range(4, 8))[0]}, folder / part(1))
 
 
-def missing_file(folder):
-    (folder / "maps-00001-of-00003.safetensors").unlink()
+DAMAGE = [
+    (with_bytes(part(2), lambda content: content[:-10]), f"{part(2)} is damaged"),
+    (with_bytes(part(0), lambda content: b""), f"{part(0)} is damaged"),
+    (
+        rewritten(0, lambda maps: maps[:, :, :2]),
+        r"classes has the shape \(4, 2, 2, 2\) instead of \(images, height, width, k\) = \(4, 2, 3, 2\)",
+    ),
+    (rewritten(0, lambda maps: maps[:3]), r"the shape \(3, 2, 3, 2\) instead of"),
+    (
+        with_bytes(part(1), lambda content: content[:-20] + bytes([content[-20] ^ 4]) + content[-19:]),
+        f"{part(1)} is damaged: its content does not fit its checksum",
+    ),
+    (rewritten(1, lambda maps: maps), "does not fit its checksum"),
+    (pickled, f"{part(1)} is damaged"),
+    (lambda folder: (folder / part(1)).unlink(), f"lacks 1 of 3 files of label maps, {part(1)} the first"),
+    (lambda folder: (folder / HEADER).unlink(), "is no folder of label maps: it has no label_maps.json"),
+    (with_bytes(HEADER, lambda content: content[:40]), "label_maps.json is damaged"),
+    (
+        with_header(lambda header: {**header, "grid": [0, 3]}),
+        "label_maps.json is damaged: .* must be integers of 1 or more",
+    ),
+    (with_header(lambda header: {"tiles": 3}), "label_maps.json is damaged"),
+]
 
 
-def missing_header(folder):
-    (folder / HEADER).unlink()
-
-
-def cut_header(folder):
-    (folder / HEADER).write_text((folder / HEADER).read_text()[:40])
-
-
-def strange_header(folder):
-    (folder / HEADER).write_text(json.dumps({**json.loads((folder / HEADER).read_text()), "grid": [0, 3]}))
-
-
-def foreign_header(folder):
-    (folder / HEADER).write_text(json.dumps({"tiles": 3}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (cut_off, "maps-00002-of-00003.safetensors is damaged"),
-        (cut_to_nothing, "maps-00000-of-00003.safetensors is damaged"),
-        (other_grid, r"classes has the shape \(4, 2, 2, 2\) instead of \(images, height, width, k\) = \(4, 2, 3, 2\)"),
-        (fewer_images, r"the shape \(3, 2, 3, 2\) instead of"),
-        (flipped_bit, "maps-00001-of-00003.safetensors is damaged: its content does not fit its checksum"),
-        (no_checksum, "does not fit its checksum"),
-        (pickled, "maps-00001-of-00003.safetensors is damaged"),
-        (missing_file, "lacks 1 of 3 files of label maps, maps-00001-of-00003.safetensors the first"),
-        (missing_header, "is no folder of label maps: it has no label_maps.json"),
-        (cut_header, "label_maps.json is damaged"),
-        (strange_header, "label_maps.json is damaged: .* must be integers of 1 or more"),
-        (foreign_header, "label_maps.json is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_damage_is_named_in_one_line(folder, damage, message):
     damage(folder)
     with pytest.raises(OSError, match=message) as error:

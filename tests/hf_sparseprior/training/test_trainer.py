@@ -5,6 +5,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_sparseprior as sp
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
+from tests.each import each
 
 
 class Squares(Dataset):
@@ -69,12 +70,11 @@ def test_no_decay_for_scalars_biases_norms_and_embeddings(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [6, 10])  # steps: the last checkpoint lies in the middle of an epoch of 6 steps
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path, stop):
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path):
     whole = make_trainer(make_model(), tmp_path / "whole")
     whole.train()
     broken = make_trainer(make_model(), tmp_path / "broken")
-    broken.add_callback(StopAt(stop))
+    broken.add_callback(StopAt(6))  # the last checkpoint, of step 4, lies in the middle of an epoch of 6 steps
     with pytest.raises(KeyboardInterrupt):
         broken.train()
     torch.manual_seed(99)  # whatever the new process starts with must not matter
@@ -138,8 +138,8 @@ def test_rates_fall_to_a_tenth_after_epochs_also_after_a_restart(tmp_path):
     assert found == pytest.approx([0.1] * 110 + [0.01] * 30 + [0.001] * 10)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         ({"learning_rate_steps": [14, 11]}, r"learning_rate_steps=\[14, 11\] must be rising epochs above 0 and below"),
         ({"learning_rate_steps": [11, 15]}, r"below num_train_epochs=15"),

@@ -15,6 +15,7 @@ from tasks.analysis.maps import chosen
 from tasks.analysis.runs import open_models
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import load_data
+from tests.each import each
 
 
 @pytest.fixture
@@ -135,8 +136,8 @@ def test_queries_are_rows_and_columns_from_1():
             parse_query(text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         ([], "no image is given; give --images FILE ... or --indices N ..."),
         (["--indices", "400"], "--indices 400 must be between 0 and 358, the last of"),

@@ -13,6 +13,7 @@ from tasks.analysis.runs import open_models
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import load_data
 from tasks.common.images.sources import balanced_subset
+from tests.each import each
 
 LAYERS, GRID, PATCH = 2, 4, 4
 
@@ -140,8 +141,8 @@ def test_boxes_are_cut_and_scaled_with_the_image(boxed_runs, tmp_path):
     assert patches_inside([16, 8, 16, 8], wide, saved, "x").nonzero().tolist() == [[1, 0], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
+@each(
+    "name, text, message",
     [
         ("a.csv", "image,left,top,width\n", "has no column 'height'; its first line must be image,left,top"),
         ("a.csv", "image,left,top,width,height\nx.png,1,2,3,0\n", "line 2: box ['1', '2', '3', '0'] must have left"),

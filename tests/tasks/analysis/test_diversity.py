@@ -3,13 +3,12 @@ import json
 from argparse import Namespace
 
 import numpy as np
-import pytest
 import torch
 from sklearn.datasets import load_digits
 
 import hf_sparseprior as sp
 from hf_sparseprior.attention import functional as ops
-from tasks.analysis.diversity import main, measure, spread
+from tasks.analysis.diversity import main, measure
 from tasks.analysis.runs import open_models
 from tasks.common.images.config import DataConfig
 from tasks.common.images.data import load_data
@@ -106,8 +105,3 @@ def test_a_single_head_is_refused(tmp_path, capsys):
     sp.SparsePriorViTForImageClassification(config).save_pretrained(tmp_path / "one")
     assert main([str(tmp_path / "one"), "--out", str(tmp_path / "out")]) == 2
     assert "has one head a layer; there is no diversity between heads" in capsys.readouterr().err
-
-
-def test_quartiles_are_interpolated():
-    assert spread(np.array([4.0, 1.0, 3.0, 2.0])) == {"min": 1, "q1": 1.75, "median": 2.5, "q3": 3.25, "max": 4}
-    assert spread(np.array([7.0]))["q1"] == pytest.approx(7)

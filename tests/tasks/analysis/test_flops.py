@@ -9,6 +9,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.analysis.flops import model_flops
 from tasks.analysis.flops import main
 from tasks.analysis.paper_numbers import preset_flops
+from tests.each import each
 
 EXPERIMENTS = Path(__file__).parents[3] / "configs" / "experiments"
 
@@ -86,8 +87,8 @@ def test_a_prior_replaces_the_models(tmp_path):
     assert counted["sparse"][0]["attended_pairs"] == [3 * (7 * 196 - 2 * (1 + 2 + 3) + 2 * 196 + 1)] * 12
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         (["vit_bsae"], "did you mean 'vit_base'"),
         (["vit_base", "--image-sizes", "225"], "image_size=225x225 must be a multiple of the 16x16 patch"),
@@ -106,7 +107,7 @@ def test_a_prior_replaces_the_models(tmp_path):
 def test_bad_arguments_give_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in (("foreign", '{"model_type": "vit"}'), ("broken", "[]")):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text(text)
     assert main([*arguments, "--out", "out"]) == 2
     error = capsys.readouterr().err

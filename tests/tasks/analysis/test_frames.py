@@ -15,6 +15,7 @@ from hf_sparseprior import (
 )
 from tasks.analysis import attention, decay, diversity, frames
 from tasks.video.decoding import write_video
+from tests.each import each
 
 av = pytest.importorskip("av")
 
@@ -66,8 +67,15 @@ def test_frames_larger_than_those_of_training_are_drawn(clip, folder, tmp_path, 
         assert animation.size == (60, 12) and animation.n_frames >= 1
 
 
-@pytest.mark.parametrize("pooling", ["class_token", "mean"])
-@pytest.mark.parametrize("kind", ["divided_space_time", "joint_space_time", "space_only"])
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [
+        ("divided_space_time", "class_token"),
+        ("joint_space_time", "class_token"),
+        ("joint_space_time", "mean"),
+        ("space_only", "mean"),
+    ],
+)
 def test_a_model_of_clips_sees_the_clip(kind, pooling, clip, tmp_path, monkeypatch, capsys):
     """By default as many frames as it is configured for; maps are those of its weights, place by place."""
     seen = []
@@ -136,8 +144,8 @@ def test_most_of_the_attention_is_the_fewest_patches_that_hold_it():
     assert frames.most_of(attention, 1.0).all() and frames.most_of(attention, 0.01).sum() == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         (["--size", "10x20"], "--size 10x20 must be a multiple of the 4x4 patch"),
         (["--layer", "3"], "--layer 3 must be between 1 and 2"),

@@ -12,6 +12,7 @@ from transformers.models.deit.image_processing_pil_deit import DeiTImageProcesso
 from hf_sparseprior import SparsePriorViTForImageClassification
 from tasks.analysis import resolution, trained
 from tasks.analysis.trained import model_sha256
+from tests.each import each
 from tests.tasks.analysis.saved_runs import CLASSES, accuracy_by_evaluate, natural_image, write_images, write_run
 
 pytestmark = pytest.mark.slow
@@ -69,16 +70,6 @@ def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, tmp_path, ca
     assert text.count("*") == 2 + 1  # the two at 28 and the legend
 
 
-def test_nothing_is_counted_twice(runs, tmp_path, monkeypatch):
-    arguments = [*map(str, runs), "--out", str(tmp_path)]
-    assert resolution.main([*arguments, "--sizes", "14", "28"]) == 0
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/*.json")}
-    assert len(before) == 4
-    assert resolution.main([*arguments, "--sizes", "14", "28", "35"]) == 0
-    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/*.json")}
-    assert len(after) == 6 and before.items() <= after.items()
-
-
 def test_the_picture_rings_the_size_trained_at(runs, tmp_path):
     for sizes, rings in ((["14", "35"], False), (["14", "28", "35"], True)):
         assert resolution.main([str(runs[0]), "--sizes", *sizes, "--out", str(tmp_path)]) == 0
@@ -130,8 +121,8 @@ def test_an_adapter_beside_its_model(runs, tmp_path):
     assert len({before, changed, model_sha256(adapter)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
+@each(
+    "sizes, message",
     [
         (["30"], "--sizes 30 must be a multiple of the models' patch of 7 pixels, as 28 or 35"),
         (["3"], "--sizes 3 must be a multiple of the models' patch of 7 pixels, as 7"),

@@ -1,7 +1,8 @@
-import argparse
+import io
 import json
 import pickle
 import shutil
+from contextlib import redirect_stdout
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import AutoImageProcessor
 from hf_sparseprior import SparsePriorViTForImageClassification
 from tasks.analysis import corruptions, robustness, robustness_pictures, trained
 from tasks.analysis.robustness import Robustness, corruption_errors, mean_corruption_error
+from tests.each import each
 from tests.tasks.analysis.saved_runs import NEEDS_CORRUPTIONS, accuracy_by_evaluate, write_images, write_run
 
 pytestmark = pytest.mark.slow
@@ -56,6 +58,20 @@ def without_pictures(monkeypatch):
 
 def command(runs, out, *arguments):
     return robustness.main([*map(str, runs), *CHOICE, "--out", str(out), *arguments])
+
+
+def models_of(out):
+    """What a command has written about each model."""
+    return json.loads((out / "robustness.json").read_text())["models"]
+
+
+@pytest.fixture(scope="module")
+def finished(runs, tmp_path_factory):
+    """What the command leaves and prints."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    with redirect_stdout(printed := io.StringIO()):
+        assert command(runs, out, "--batch-size", "5") == 0
+    return out, printed.getvalue()
 
 
 # ---- numbers by hand ------------------------------------------------------------------------------------------------
@@ -107,10 +123,9 @@ def test_with_all_19_the_benchmarks_15_have_an_mce_of_their_own():
 
 
 @NEEDS_CORRUPTIONS
-def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, tmp_path, capsys):
-    assert command(runs, tmp_path / "out", "--batch-size", "5") == 0
-    text = capsys.readouterr().out
-    results = json.loads((tmp_path / "out" / "robustness.json").read_text())
+def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, finished, tmp_path):
+    out, text = finished
+    results = json.loads((out / "robustness.json").read_text())
     assert [model["name"] for model in results["models"]] == ["dense", "fib"] and results["baseline"] == "dense"
     files = sorted((runs[0].parents[1] / "images" / "test").glob("*/*.png"))
     for run, model in zip(runs, results["models"], strict=True):
@@ -130,28 +145,30 @@ def test_accuracies_are_those_of_a_plain_loop_and_of_evaluate(runs, tmp_path, ca
         assert model["mean_accuracy"] == pytest.approx(np.mean([list(s.values()) for s in model["accuracy"].values()]))
         for severity, mean in model["accuracy_of_severity"].items():
             assert mean == pytest.approx(np.mean([own[severity] for own in model["accuracy"].values()]))
-    assert (tmp_path / "out" / "robustness.md").read_text().strip() in text
+    assert (out / "robustness.md").read_text().strip() in text
     assert results["versions"]["torch"] and results["corruption_versions"]["opencv"] and results["images"] == 12
 
 
 @NEEDS_CORRUPTIONS
 @pytest.mark.usefixtures("without_pictures")
-def test_images_are_corrupted_once_for_all_models_and_never_again(runs, tmp_path, corrupted):
+def test_images_are_corrupted_once_for_all_models_and_never_again(runs, finished, tmp_path, corrupted):
     assert command(runs, tmp_path) == 0
     cells = [(name, severity) for name in ("gaussian_noise", "fog", "contrast") for severity in (1, 5)]
     assert corrupted == [cell for cell in cells for _ in range(12)]
-    before = json.loads((tmp_path / "robustness.json").read_text())["models"]
     corrupted.clear()
     assert command(runs, tmp_path) == 0
-    assert corrupted == []
-    assert json.loads((tmp_path / "robustness.json").read_text())["models"] == before
+    assert corrupted == [] and models_of(tmp_path) == models_of(finished[0])
     assert robustness.main([*map(str, runs), "--corruptions", "fog", "--out", str(tmp_path)]) == 0
     assert corrupted == [("fog", severity) for severity in (2, 3, 4) for _ in range(12)]
+    corrupted.clear()
+    for _ in range(2):  # fewer images are other cells, which are kept as well
+        assert command(runs, tmp_path, "--limit", "6") == 0
+        assert json.loads((tmp_path / "robustness.json").read_text())["images"] == 6 and len(corrupted) == 6 * 6
 
 
 @NEEDS_CORRUPTIONS
 @pytest.mark.usefixtures("without_pictures")
-def test_an_interrupted_command_goes_on(runs, tmp_path, corrupted, monkeypatch, capsys):
+def test_an_interrupted_command_goes_on(runs, finished, tmp_path, corrupted, monkeypatch, capsys):
     stop, own = 12 * 3 + 5, robustness.corrupt
 
     def interrupted(*arguments):
@@ -167,80 +184,59 @@ def test_an_interrupted_command_goes_on(runs, tmp_path, corrupted, monkeypatch, 
     monkeypatch.setattr(robustness, "corrupt", own)
     corrupted.clear()
     assert command(runs, tmp_path) == 0
-    assert len(corrupted) == 12 * 3
-    assert command(runs, tmp_path / "anew") == 0
-    went_on, anew = (json.loads((tmp_path / f / "robustness.json").read_text())["models"] for f in (".", "anew"))
-    assert went_on == anew
+    assert len(corrupted) == 12 * 3 and models_of(tmp_path) == models_of(finished[0])
 
 
 @NEEDS_CORRUPTIONS
 @pytest.mark.usefixtures("without_pictures")
-@pytest.mark.parametrize(
-    ("changed", "values"),
-    [
-        ("model.safetensors", None),
-        ("config.json", {"attention_probs_dropout_prob": 0.5}),
-        ("preprocessor_config.json", {"resample": 2}),
-    ],
-)
-def test_a_changed_model_is_counted_again_and_no_other(runs, tmp_path, corrupted, monkeypatch, changed, values):
-    for run in runs:
-        shutil.copytree(run, tmp_path / run.parent.name)
-    own = [tmp_path / "dense", tmp_path / "fib"]
+def test_a_changed_model_is_counted_again_and_no_other(runs, tmp_path, monkeypatch):
+    own = [shutil.copytree(run, tmp_path / run.parent.name) for run in runs]
     assert command(own, tmp_path / "out") == 0
-    counted = []
-    count_right = trained.count_right
+    counted, count_right = [], trained.count_right
     monkeypatch.setattr(
         trained, "count_right", lambda networks, *rest: counted.append(len(networks)) or count_right(networks, *rest)
     )
-    file = own[1] / "model" / changed
-    if values is None:
-        write_run(own[1], runs[0].parents[1] / "images", "fibottention", 5)
-    else:
+
+    def set_values(name, **values):
+        file = own[1] / "model" / name
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    assert command(own, tmp_path / "out") == 0
-    assert counted == [1] * 7
+
+    for change in (
+        lambda: set_values("config.json", attention_probs_dropout_prob=0.5),
+        lambda: set_values("preprocessor_config.json", resample=2),
+        lambda: write_run(own[1], runs[0].parents[1] / "images", "fibottention", 5),
+    ):
+        change()
+        counted.clear()
+        assert command(own, tmp_path / "out") == 0
+        assert counted == [1] * 7
 
 
 @NEEDS_CORRUPTIONS
 @pytest.mark.usefixtures("without_pictures")
-def test_other_images_are_counted_apart(runs, tmp_path, corrupted):
-    assert command(runs, tmp_path, "--limit", "6") == 0
-    results = json.loads((tmp_path / "robustness.json").read_text())
-    assert results["images"] == 6 and len(corrupted) == 6 * 6
-    assert command(runs, tmp_path) == 0
-    assert len(corrupted) == 6 * 6 + 12 * 6
-    assert command(runs, tmp_path, "--limit", "6") == 0
-    assert len(corrupted) == 6 * 6 + 12 * 6
-
-
-@NEEDS_CORRUPTIONS
-@pytest.mark.usefixtures("without_pictures")
-def test_worker_processes_find_the_same(runs, tmp_path):
+def test_worker_processes_find_the_same(runs, finished, tmp_path):
     change = partial(robustness.corrupted, name="fog", severity=2, benchmark="cifar-c")
     assert pickle.loads(pickle.dumps(change)).keywords == change.keywords
-    assert command(runs, tmp_path / "here") == 0
-    assert command(runs, tmp_path / "workers", "--workers", "1") == 0
-    here, workers = (json.loads((tmp_path / f / "robustness.json").read_text())["models"] for f in ("here", "workers"))
-    assert here == workers
+    assert command(runs, tmp_path, "--workers", "1") == 0
+    assert models_of(tmp_path) == models_of(finished[0])
 
 
 @NEEDS_CORRUPTIONS
-def test_the_pictures_show_every_model(runs, tmp_path):
-    assert command(runs, tmp_path) == 0
+def test_the_pictures_show_every_model(finished):
+    out, _ = finished
     for name in ("by_severity", "by_corruption", "four_corruptions"):
-        image = np.asarray(Image.open(tmp_path / f"{name}.png").convert("RGB")).astype(int)
+        image = np.asarray(Image.open(out / f"{name}.png").convert("RGB")).astype(int)
         for colour in ((0x1B, 0x3A, 0x4B), (0xC8, 0x55, 0x3D)):
             assert (np.abs(image - np.array(colour)).sum(-1) < 30).sum() > 100, name
-    assert (tmp_path / "corruptions.png").exists()
+    assert (out / "corruptions.png").exists()
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
 @NEEDS_CORRUPTIONS
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         (["--corruptions", "gausian_noise"], "did you mean 'gaussian_noise'"),
         (["--severities", "6"], "--severities 6 must be from 1 to 5"),
@@ -282,39 +278,9 @@ def test_models_that_cannot_be_compared_give_one_line(runs, tmp_path, capsys):
 
 @NEEDS_CORRUPTIONS
 @pytest.mark.usefixtures("without_pictures")
-def test_a_damaged_cell_is_named(runs, tmp_path, capsys):
-    assert command(runs[:1], tmp_path) == 0
-    (cell,) = tmp_path.glob("cells/*/fog_5.json")
+def test_a_damaged_cell_is_named(runs, finished, tmp_path, capsys):
+    shutil.copytree(finished[0] / "cells", tmp_path / "cells")
+    cell, _ = sorted(tmp_path.glob("cells/*/fog_5.json"))
     cell.write_text('{"right": ')
-    assert command(runs[:1], tmp_path) == 2
+    assert command(runs, tmp_path) == 2
     assert f"{cell} is not a whole record; remove it" in capsys.readouterr().err
-
-
-def test_without_the_package_one_line_says_what_to_install(runs, tmp_path, monkeypatch, capsys):
-    corruptions.adapted_package.cache_clear()
-    monkeypatch.setattr(corruptions.importlib.util, "find_spec", lambda name: None)
-    assert command(runs, tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "pip install 'hf_sparseprior[analysis]'" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("folders", "names"),
-    [
-        (["o/dense/seed0/model", "o/fib/seed0/model"], ["dense", "fib"]),
-        (["o/dense/seed0/model", "o/dense/seed1/model"], ["seed0", "seed1"]),
-        (["o/dense/seed0/model", "o/fib/seed1/model"], ["dense/seed0", "fib/seed1"]),
-        (["o/run/model", "o/run/model_ema"], ["model", "model_ema"]),
-        (["o/run/model"], ["run"]),
-        (["a/x", "a/x/x"], ["x", "x/x"]),
-    ],
-)
-def test_names_are_what_tells_models_apart(folders, names, tmp_path):
-    assert trained.model_names([tmp_path / folder for folder in folders]) == names
-    assert trained.model_names([tmp_path / f for f in folders], [*"abc"[: len(names)]]) == [*"abc"[: len(names)]]
-
-
-def test_numbers_have_limits():
-    with pytest.raises(ValueError, match="--batch-size 0 must be 1 or more"):
-        trained.check_arguments(argparse.Namespace(batch_size=0, workers=0, limit=None, device="cpu"))
-    trained.check_arguments(argparse.Namespace(batch_size=1, workers=0, limit=None, device="cpu"))

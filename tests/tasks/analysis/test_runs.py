@@ -13,6 +13,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.analysis.layers import attention_weights, watch_heads
 from tasks.analysis import attention, box_variance, decay, diversity
 from tasks.analysis.runs import model_folder, model_names, num_channels, open_models, preparation, shown_image
+from tests.each import each
 from tests.tasks.analysis.conftest import BOXED, write_run
 
 COMMANDS = {"diversity": diversity, "box_variance": box_variance, "attention": attention, "decay": decay}
@@ -39,9 +40,14 @@ def test_names_are_what_tells_paths_apart(tmp_path):
         ("out/dense/seed0/model",): ["seed0"],
         ("out/dense",): ["out/dense"],
         ("out/model", "out/model/inner/model"): ["model", "model/inner/model"],
+        ("out/dense/seed0/model", "out/fib/seed1/model"): ["dense/seed0", "fib/seed1"],
+        ("out/run/model", "out/run/model_ema"): ["model", "model_ema"],
+        ("a/x", "a/x/x"): ["x", "x/x"],
     }
     for paths, expected in names.items():
         assert model_names([tmp_path / path for path in paths]) == expected
+        given = [*"abc"[: len(paths)]]
+        assert model_names([tmp_path / path for path in paths], given) == given
     with pytest.raises(ValueError, match="--names one must be 2 different names"):
         model_names([tmp_path / "a", tmp_path / "b"], ["one"])
     with pytest.raises(ValueError, match="a model is given twice"):
@@ -107,23 +113,23 @@ def test_channels_of_towers_are_those_of_their_own_config():
 # ---- bad values -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "command, arguments, message",
     [
-        (["nowhere"], "nowhere is neither the folder of a run nor of a saved model or adapter"),
-        (["someone/model"], "hf download someone/model --local-dir FOLDER"),
-        (["unfinished"], "unfinished is a run that is not finished, it has no model"),
-        (["broken"], "config.json is not a JSON object"),
-        (["RUN", "RUN"], "a model is given twice"),
-        (["RUN", "--names", "a", "b"], "--names a b must be 1 different names"),
-        (["RUN", "--device", "abacus"], "--device abacus cannot be used"),
+        ("diversity", ["nowhere"], "nowhere is neither the folder of a run nor of a saved model or adapter"),
+        ("box_variance", ["someone/model"], "hf download someone/model --local-dir FOLDER"),
+        ("attention", ["unfinished"], "unfinished is a run that is not finished, it has no model"),
+        ("decay", ["broken"], "config.json is not a JSON object"),
+        ("diversity", ["RUN", "RUN"], "a model is given twice"),
+        ("box_variance", ["RUN", "--names", "a", "b"], "--names a b must be 1 different names"),
+        ("attention", ["RUN", "--device", "abacus"], "--device abacus cannot be used"),
+        ("decay", ["RUN", "--device", "abacus"], "--device abacus cannot be used"),
     ],
 )
 def test_bad_arguments_give_one_line(command, arguments, message, runs, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder, file, text in (("unfinished", "run_config.json", "{}"), ("broken", "config.json", "[")):
-        (tmp_path / folder).mkdir()
+        (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / file).write_text(text)
     given = [str(runs["fibottention+violin"]) if text == "RUN" else text for text in arguments]
     more = ["--indices", "0"] if command == "attention" else []

@@ -12,6 +12,7 @@ from tasks.benchmark import contenders, window_contenders
 from tasks.benchmark.commands import LAYOUTS
 from tasks.benchmark.contenders import Setting, Size, make_problem
 from tasks.benchmark.timing import traced_bytes
+from tests.each import each
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +24,13 @@ def reference(problem):
     return run_plan(contenders.make_request(problem), backend="reference")[0]
 
 
-@pytest.mark.parametrize("support", [*DIAGONAL, {"name": "fibottention", "w_min": 1, "w_max": 299, "modified": True}])
-@pytest.mark.parametrize(("prefix", "tokens"), [(0, 300), (2, 256), (0, 3), (1, 127)])
-def test_flex_mask_is_the_support(support, prefix, tokens):
+SUPPORTED = [{"name": "fibottention", "w_min": 1, "w_max": 299, "modified": True}, *DIAGONAL]
+SIZES = [(0, 300), (2, 256), (0, 3), (1, 127)]  # prefix tokens and patches
+
+
+@each("support, size", [(support, SIZES[index % len(SIZES)]) for index, support in enumerate(SUPPORTED)])
+def test_flex_mask_is_the_support(support, size):
+    prefix, tokens = size
     problem = make_problem(dataclasses.replace(DOUBLE, support=support, prefix=prefix), Size(tokens, 1), trains=False)
     mask = torch.from_numpy(problem.plan.build_table("mask"))
     block_mask = contenders.flex_mask(problem.plan, torch.device("cpu"))
@@ -37,7 +42,6 @@ def test_flex_mask_is_the_support(support, prefix, tokens):
     assert not (mask & ~visited[:, : len(total), : len(total)]).any()
 
 
-@pytest.mark.slow
 def test_flex_runs_and_is_right():
     setting = Setting(heads=2, width=16, prefix=1)
     problem = make_problem(setting, Size(200, 2), trains=False)
@@ -57,7 +61,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("support", "decay", "prefix"), CASES)
+@each("support, decay, prefix", CASES)
 def test_expected_rows_equal_reference(support, decay, prefix):
     setting = dataclasses.replace(DOUBLE, support=support, decay=decay, prefix=prefix)
     problem = make_problem(setting, Size(30, 2), trains=True)
@@ -67,8 +71,7 @@ def test_expected_rows_equal_reference(support, decay, prefix):
     torch.testing.assert_close(expected, reference(problem)[:, :, rows], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize(("layout", "tokens"), zip(LAYOUTS, (300, 16, 16), strict=True))
 def test_every_contender_that_can_run_is_right(layout, tokens):
     """`timed_call` raises for a wrong output or gradient."""
     for decay in (None, "violin"):
@@ -83,7 +86,7 @@ def test_every_contender_that_can_run_is_right(layout, tokens):
         assert "gather" in ran and ("sdpa" in ran) == (decay is None)
 
 
-@pytest.mark.parametrize("tokens", [16, 300])
+@each("tokens", [16, 300])
 def test_wrong_outputs_and_gradients_are_caught(tokens):
     problem = make_problem(Setting(heads=2, width=16), Size(tokens, 1), trains=True)
 

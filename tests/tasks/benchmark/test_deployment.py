@@ -16,6 +16,7 @@ from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
 from tasks.benchmark import commands, deployment, deployment_times
 from tasks.benchmark.__main__ import main as program
 from tasks.benchmark.deployment import unpacked
+from tests.each import each
 from tests.hf_sparseprior.small import small
 
 pytestmark = pytest.mark.slow
@@ -107,12 +108,14 @@ def test_every_kind_of_file_is_measured_once(models, images, tmp_path, capsys, m
 
 
 def test_what_a_program_cannot_run_is_said_and_the_others_go_on(models, images, tmp_path, capsys, monkeypatch):
-    deploy = deployment.deploy
-
     def refuse(model, out, format_name, weights, labelled):
         if weights == "bfloat16":
             raise ValueError("it cannot be")
-        return deploy(model, out, format_name, weights=weights, labelled=labelled)
+        out.mkdir()
+        timed = {name: 1.0 for name in ("file", "pytorch")}
+        about = {**dict.fromkeys(deployment.KEPT, ""), "accuracy": timed, "milliseconds": timed}
+        about["quartiles"] = {name: [1.0, 1.0] for name in timed}
+        (out / deployment.DEPLOYMENT).write_text(json.dumps(about))
 
     monkeypatch.setattr(deployment, "deploy", refuse)
     command = ["--images", str(images), "--formats", "torch", "--threads", "1", "--out", str(tmp_path / "out")]
@@ -150,8 +153,8 @@ def test_all_formats_are_offered():
     assert list(commands.DEPLOYED) == list(FORMATS)
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
+@each(
+    "given, options, message",
     [
         (["dense"], [], "'dense' must be NAME=FOLDER"),
         (["={dense}"], [], "must be NAME=FOLDER"),
@@ -193,11 +196,10 @@ def test_presets_are_timed_against_pytorch_and_dense_there(tmp_path, capsys, mon
     assert "is off by 1.0e-04, allowed are 1e-05" in capsys.readouterr().err
 
 
-def test_models_and_images_go_together(models, capsys):
-    assert main([f"own={models['dense']}"]) == 2
-    assert "NAME=FOLDER and --images go together" in capsys.readouterr().err
-
-
-def test_times_of_presets_take_no_images(tmp_path, capsys):
-    assert main(["--limit", "3", "--out", str(tmp_path / "out")]) == 2
-    assert "--limit 3 is for saved models with --images" in capsys.readouterr().err
+def test_models_and_images_go_together(models, tmp_path, capsys):
+    for given, message in (
+        ([f"own={models['dense']}"], "NAME=FOLDER and --images go together"),
+        (["--limit", "3"], "--limit 3 is for saved models with --images"),
+    ):
+        assert main([*given, "--out", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err

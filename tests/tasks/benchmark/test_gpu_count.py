@@ -8,12 +8,13 @@ import pytest
 
 from tasks.benchmark import gpu_count, gpu_report
 from tasks.benchmark.__main__ import main
+from tests.each import each
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "expected"),
+@each(
+    "registers, shared, warps, expected",
     [
         (32, 0, 4, 16),  # 64 warps
         (128, 0, 4, 4),  # 65,536 registers are 16 warps of 128

@@ -11,14 +11,14 @@ from tasks.benchmark.__main__ import main
 from tests.each import each
 
 TINY = ["--device", "cpu", "--threads", "1", "--rounds", "2", "--seconds", "0.2"]
-ALONE = ["--device", "cpu", "--threads", "1", "--rounds", "2", "--seconds", "300"]
+ALONE = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--seconds", "300"]  # each round is a process
 CONTENDERS = ["--contenders", "dense_sdpa,reference,diagonal,gather,copy_bound,copy_fresh"]
 SMALL: dict[str, list[str]] = {
     "attention": ["--sizes", "9x2,16x1", *CONTENDERS, "--heads", "2", "--width", "8", *TINY],
     "model": ["--models", "vit_tiny", "--sizes", "48x2", "--priors", "dense", "fibottention@diagonal", *TINY],
     "backbones": ["--models", "vit_tiny", "--priors", "dense", "violin", "--sizes", "32", *ALONE],
     "rivals": ["--models", "vit_tiny", "--sizes", "64", "--rivals", "dense", "window", "--dtypes", "float32", *ALONE],
-    "video": ["--rows", "divided/dense", "joint/transformers", "--frames", "5", "6", "--pixels", "32", *ALONE],
+    "video": ["--rows", "divided/dense", "joint/transformers", "--frames", "5", "--pixels", "32", *ALONE],
     "chooser": ["--settings", "2", *TINY],
     "predicted": ["--models", "vit_tiny dense 32x1", *TINY],
     "overhead": ["--priors", "fibottention", "--sizes", "2", "--pixels", "96", *TINY],

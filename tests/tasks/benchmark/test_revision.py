@@ -4,8 +4,9 @@ import json
 import subprocess
 
 import pytest
+import torch
 
-from tasks.benchmark import revision
+from tasks.benchmark import attention, model, revision, revision_worker
 from tasks.benchmark.__main__ import main
 
 TINY = ["--device", "cpu", "--threads", "1", "--rounds", "3", "--seconds", "1"]
@@ -22,21 +23,36 @@ def here(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command",
+    ("command", "only"),
     [
-        ["attention", "--sizes", "16x2", "--heads", "2", "--width", "8", "--prefix-tokens", "1"],
-        ["model", "--models", "vit_tiny", "--sizes", "32x2", "--priors", "violin", "transformers"],
+        (["attention", "--sizes", "16x2", "--heads", "2", "--width", "8", "--prefix-tokens", "1"], "forward"),
+        (["model", "--models", "vit_tiny", "--sizes", "32x2", "--priors", "violin", "transformers"], "training"),
     ],
 )
-def test_both_are_timed_in_turns_and_kept(here, command, tmp_path, capsys):
+def test_both_are_timed_in_turns_and_kept(here, command, only, tmp_path, capsys, monkeypatch):
+    """In one of two passes: two processes start for each."""
+    monkeypatch.setattr(f"tasks.benchmark.{command[0]}.PASSES", (only,))
     command = [*command, *TINY, "--base", "main", "--out", str(tmp_path)]
     assert main(command) == 0
     content = json.loads((tmp_path / "records.json").read_text())
     codes = {(own["pass"], own["code"]): own for own in content["measured"]}
-    assert len(codes) == len(content["measured"]) == 4 and content["settings"]["commit"] == "0123abcd"
+    assert len(codes) == len(content["measured"]) == 2 and content["settings"]["commit"] == "0123abcd"
     for own in codes.values():
         assert len(own["seconds"]) == 3 and min(own["seconds"]) > 0 and own["memory"] > 0 and own["ran"]
     assert "| times 0123abcd |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_worker_calls_each_pass():
+    shared = {"device": "cpu", "dtype": "float32", "heads": 2, "width": 8, "prefix_tokens": 1}
+    shared |= {"support": "fibottention", "decay": "none"}
+    case = {"tokens": 16, "batch": 2}
+    output, gradient = (
+        revision_worker.attention_call({**shared, "case": {**case, "pass": key}})() for key in attention.PASSES
+    )
+    assert output.shape == gradient.shape == (2, 2, 17, 8) and not torch.allclose(output, gradient)
+    case = {"model": "vit_tiny", "pixels": 32, "images": 2, "what": "violin"}
+    logits = [revision_worker.model_call({**shared, "case": {**case, "pass": key}})() for key in model.PASSES]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
 def test_other_outputs_are_not_timed(tmp_path):

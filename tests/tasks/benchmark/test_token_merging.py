@@ -16,6 +16,7 @@ from tasks.benchmark.token_merging import (
     merges_of_layers,
     written_out,
 )
+from tests.each import each
 
 
 def brute_force(tokens, sizes, metric, count, prefix):
@@ -46,10 +47,7 @@ def brute_force(tokens, sizes, metric, count, prefix):
     return new, new_sizes
 
 
-CASES = list(itertools.product((0, 1, 3), (9, 12), (0, 1, 4)))
-
-
-@pytest.mark.parametrize(("prefix", "patches", "count"), CASES)
+@each("prefix, patches, count", itertools.product((0, 1, 3), (9, 12), (0, 1, 4)))
 def test_merging_is_the_papers(prefix, patches, count):
     generator = torch.Generator().manual_seed(patches + count)
     tokens, metric = (torch.randn(2, prefix + patches, width, generator=generator) for width in (5, 4))
@@ -82,7 +80,7 @@ def test_proportional_attention_counts_a_token_as_often_as_the_patches_it_stands
         torch.testing.assert_close(attend(q, k, v, None), attend(q, k, v, torch.ones_like(sizes)))
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.9, 0.5])
+@each("keep", [1.0, 0.9, 0.5])
 def test_so_many_patches_are_left(keep):
     for patches, layers in ((196, 12), (1024, 12), (16, 3)):
         counts = merges_of_layers(keep, patches, layers)

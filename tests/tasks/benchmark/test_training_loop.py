@@ -7,6 +7,7 @@ import torch
 from tasks.benchmark import training_loop
 from tasks.common.images.model import build_model
 from tasks.common.images.sections import load_image_config
+from tests.each import each
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,6 @@ def draws():
     return [Draw(index, 0, index) for index in range(24)]
 
 
-@pytest.mark.slow
 def test_training_is_at_least_nine_tenths_as_fast_as_a_bare_loop():
     shares = []
     for _ in range(3):  # other programs on the machine can spoil a measurement, and hardly three of them
@@ -56,7 +56,7 @@ def test_training_is_at_least_nine_tenths_as_fast_as_a_bare_loop():
     assert shares[-1] >= 0.9, shares
 
 
-@pytest.mark.parametrize("option", ["gradient_accumulation_steps=4", "ema_decay=0.9", "layer_decay=0.5"])
+@each("option", ["gradient_accumulation_steps=4", "ema_decay=0.9", "layer_decay=0.5"])
 def test_what_the_bare_loop_does_not_do_is_refused(option):
     with pytest.raises(ValueError, match=f"trainer.{option} is not in the bare loop"):
         training_loop.section_of(load_image_config(CONFIG, [f"trainer.{option}"]))

@@ -23,28 +23,29 @@ def commit(root) -> None:
     history.git(root, *who, "commit", "--quiet", "--message", "a")
 
 
-@pytest.fixture(params=["a", "none"])
-def repository(tmp_path, request):
+@pytest.fixture(scope="module", params=["a", "none"])
+def original(tmp_path_factory, request):
     """The first claim was written before its runs, the second among them, the third after them."""
-    (tmp_path / page.CLAIMS).mkdir(parents=True)
-    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    root = tmp_path_factory.mktemp("history")
+    (root / page.CLAIMS).mkdir(parents=True)
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
     content = copy.deepcopy(GOOD)
     first = content["claims"]["table1-a"]
 
     def write_claims() -> None:
-        (tmp_path / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-        commit(tmp_path)
+        (root / page.CLAIMS / "paper.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+        commit(root)
 
     def write_records(row: str) -> None:
         """The rows of before as they once were, a file for each run; those that follow in one file."""
         for seed in range(TIERS["A"]):
             record = {"seed": seed, "metrics": {METRIC: 0.5}, "seconds": 1, "hardware": {"cpu_threads": 1}}
             if request.param == row:
-                (tmp_path / "r" / row).mkdir(parents=True, exist_ok=True)
-                (tmp_path / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+                (root / "r" / row).mkdir(parents=True, exist_ok=True)
+                (root / "r" / row / f"seed{seed}.json").write_text(json.dumps(record), encoding="utf-8")
             else:
-                add_records(tmp_path / "r", [(row, record)])
-        commit(tmp_path)
+                add_records(root / "r", [(row, record)])
+        commit(root)
 
     write_claims()
     write_records("a")
@@ -54,16 +55,21 @@ def repository(tmp_path, request):
     content["claims"]["table1-c"] = {**first, "where": "Table 5"}
     write_claims()
     # A file that is no YAML, and what is removed and written again, change nothing.
-    (tmp_path / page.CLAIMS / "broken.yaml").write_text("claims: a: b", encoding="utf-8")
-    commit(tmp_path)
-    (tmp_path / page.CLAIMS / "broken.yaml").unlink()
-    kept = (tmp_path / "r" / "records.jsonl").read_text(encoding="utf-8")
-    (tmp_path / "r" / "records.jsonl").unlink()
-    commit(tmp_path)
-    convert(tmp_path / "r")
-    (tmp_path / "r" / "records.jsonl").write_text(kept, encoding="utf-8")
-    commit(tmp_path)
-    return tmp_path
+    (root / page.CLAIMS / "broken.yaml").write_text("claims: a: b", encoding="utf-8")
+    commit(root)
+    (root / page.CLAIMS / "broken.yaml").unlink()
+    kept = (root / "r" / "records.jsonl").read_text(encoding="utf-8")
+    (root / "r" / "records.jsonl").unlink()
+    commit(root)
+    convert(root / "r")
+    (root / "r" / "records.jsonl").write_text(kept, encoding="utf-8")
+    commit(root)
+    return root
+
+
+@pytest.fixture
+def repository(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "repository")
 
 
 def test_a_claim_is_as_old_as_its_name_and_a_record_as_its_first_file(repository) -> None:

@@ -3,10 +3,9 @@
 import re
 import shutil
 
-import pytest
-
 from tasks.claims import results
 from tasks.claims.page import ROOT
+from tests.each import each
 
 PAGE = (ROOT / results.PAGE).read_text(encoding="utf-8")
 
@@ -33,7 +32,7 @@ def test_a_page_that_says_something_else_is_found(tmp_path, monkeypatch, capsys)
     assert results.main(["--check"]) == 2 and "docs/results.md is not what" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("one", results.read_comparisons(ROOT), ids=lambda one: one.anchor)
+@each("one", results.read_comparisons(ROOT))
 def test_numbers_are_those_of_the_table_of_the_runs(one):
     """Every cell of the page's tables is a cell of the folder's table, in the row of the same name."""
     section = PAGE.split(f'<a id="{one.anchor}"></a>')[1].split("\n### ")[1]

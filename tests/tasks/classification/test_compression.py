@@ -232,12 +232,12 @@ def test_a_ratio_that_cannot_be_is_refused_before_anything_is_written(tmp_path):
 @pytest.mark.slow
 def test_a_comparison_keeps_what_each_search_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = {**config_in("unused"), "seeds": [0, 1], "variants": {"dense": {"model": {"prior": "dense"}}}}
+    config = {**config_in("unused"), "seeds": [0], "variants": {"dense": {"model": {"prior": "dense"}}}}
     config["trainer"] |= {"num_train_epochs": 1}
     del config["trainer"]["output_dir"], config["trainer"]["seed"]
     Path("config.yaml").write_text(yaml.safe_dump(config))
     assert compare.main(["--config", "config.yaml", "--records", "records"]) == 0
-    records = [read_records(Path("records"))["dense"][seed] for seed in (0, 1)]
-    assert all(record["compression"]["achieved"] == pytest.approx(0.4, abs=0.01) for record in records)
-    assert all(record["compression"]["parameters"]["after"] == record["parameters"] for record in records)
+    record = read_records(Path("records"))["dense"][0]
+    assert record["compression"]["achieved"] == pytest.approx(0.4, abs=0.01)
+    assert record["compression"]["parameters"]["after"] == record["parameters"]
     assert Path("records/table.md").is_file()

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import json
 import re
 
@@ -12,14 +13,13 @@ from tasks.classification.config import load_config
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import builds_on, needed_first
 from tasks.common.config import WITHOUT_EFFECT, parse_value, read_cells
-from tasks.common.images.config import DataConfig
 from tasks.common.images.model import build_model
 from tests.configs import shipped
+from tests.each import each
 
 FILES = ("imagenet", "digits", "cifar10_small", "cifar10_pretrain_tiny", "smoke")
 RUNS = [run for name in FILES for run in shipped.runs(f"classification/{name}.yaml") if "40x40" not in run]
 RUNS += [*shipped.runs("experiments/fib_tables_2_3.yaml"), "recipes/finetune.yaml"]
-COMPARISONS = shipped.comparisons()
 
 
 def write(tmp_path, text, name="run.yaml"):
@@ -28,19 +28,24 @@ def write(tmp_path, text, name="run.yaml"):
     return path
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_every_shipped_configuration_builds_its_model(name):
-    config = load_config(shipped.path(name))
+@functools.cache
+def built(model):
+    """The config of the model of a section in JSON, made without memory. Many configurations have the same one."""
     with torch.device("meta"):
-        model = build_model(config["model"], ["a", "b", "c"])
-    assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
+        return build_model(json.loads(model), ["a", "b", "c"]).config
+
+
+@each("name", RUNS)
+def test_every_shipped_configuration_builds_its_model(name):
+    model = built(json.dumps(load_config(shipped.path(name))["model"]))
+    assert model.id2label == {0: "a", 1: "b", 2: "c"}
     # finetune takes the prior of the model that it starts from
     named = [prior for prior in ("fibottention", "violin") if prior in name or "smoke" in name]
-    assert model.config.prior_name == ("+".join(named) or "dense")
-    assert model.config.prior["support"].get("modified", False) == ("modified" in name)
+    assert model.prior_name == ("+".join(named) or "dense")
+    assert model.prior["support"].get("modified", False) == ("modified" in name)
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
+@each("name", shipped.comparisons())
 def test_every_shipped_comparison_builds_its_models(name):
     comparison = load_comparison(shipped.path(name))
     first = {f"first {number}": config for number, config in enumerate(comparison.first)}
@@ -54,29 +59,26 @@ def test_every_shipped_comparison_builds_its_models(name):
     for config in {**first, **comparison.configs}.values():
         model = config["model"]
         model.pop("pretrained", None)  # of a run that this machine need not have
-        builds(json.dumps(model))
+        assert built(json.dumps(model)).num_labels == 3
     assert len(comparison.seeds) >= 1 and len(comparison.configs) >= 2
 
 
-@functools.cache
-def builds(model):
-    """The model of a configuration in JSON is made, without memory. Many comparisons have the same ones."""
-    with torch.device("meta"):
-        assert build_model(json.loads(model), ["a", "b", "c"]).config.num_labels == 3
-
-
-@pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet", "imagenet"])
-@pytest.mark.parametrize(("model", "width", "heads"), [("vit_base", 768, 12), ("vit_tiny", 192, 3)])
-@pytest.mark.parametrize("prior", ["dense", "fibottention", "fibottention_modified"])
-def test_the_rows_of_fibottention_table_2_are_full_size(data, model, width, heads, prior):
-    config = load_config(shipped.path(f"experiments/fib_tables_2_3.yaml#{data}-{model}-{prior}"))
-    with torch.device("meta"):
-        built = build_model(config["model"], ["a", "b"]).config
-    assert (built.hidden_size, built.num_attention_heads, built.num_hidden_layers) == (width, heads, 12)
-    assert (built.grid, built.num_prefix_tokens) == ((14, 14), 1)
-    if model == "vit_base":  # spec.md, prefix token included
+@each(
+    "data, model, prior",
+    itertools.product(
+        *(["cifar10", "cifar100", "tiny_imagenet", "imagenet"], [("vit_base", 768, 12), ("vit_tiny", 192, 3)]),
+        ["dense", "fibottention", "fibottention_modified"],
+    ),
+)
+def test_the_rows_of_fibottention_table_2_are_full_size(data, model, prior):
+    name, *sizes = model
+    config = load_config(shipped.path(f"experiments/fib_tables_2_3.yaml#{data}-{name}-{prior}"))
+    found = built(json.dumps(config["model"]))
+    assert [found.hidden_size, found.num_attention_heads, found.num_hidden_layers] == [*sizes, 12]
+    assert (found.grid, found.num_prefix_tokens) == ((14, 14), 1)
+    if name == "vit_base":  # spec.md, prefix token included
         golden = {"dense": 0.0, "fibottention": 97.014, "fibottention_modified": 95.241}
-        assert built.pruning_ratio == pytest.approx(golden[prior], abs=5e-4)
+        assert found.pruning_ratio == pytest.approx(golden[prior], abs=5e-4)
 
 
 def test_the_recipe_is_fibottention_table_9():
@@ -102,13 +104,15 @@ def test_base_is_inherited_and_overridden(tmp_path):
     assert config["trainer"] == {"learning_rate": 0.001}
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("2.5E4", 2.5e4), ("null", None), ("[1, 2]", [1, 2])])
-def test_override_values_are_yaml(text, value):
-    assert parse_value(text) == value
+def test_override_values_are_yaml(tmp_path):
+    given = {"1e-3": 1e-3, "2.5E4": 2.5e4, "null": None, "[1, 2]": [1, 2]}
+    assert {text: parse_value(text) for text in given} == given
+    # a bare no is a strategy
+    assert load_config(write(tmp_path, ""), ["trainer.eval_strategy=no"])["trainer"]["eval_strategy"] == "no"
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "message"),
+@each(
+    "text, overrides, message",
     [
         ("model: {piror: violin}", [], "section 'model' has no key 'piror'; did you mean 'prior'"),
         ("trainer: {learning_rat: 1}", [], "did you mean 'learning_rate'"),
@@ -135,6 +139,10 @@ def test_override_values_are_yaml(text, value):
         ("", ["trainer.seed=1.5"], "trainer.seed=1.5 must be an integer of 0 or more"),
         ("", ["trainer.num_train_epochs=-1"], "trainer.num_train_epochs=-1 must be 0 or more"),
         ("", ["trainer.eval_accumulation_steps=0"], "must be an integer of 1 or more"),
+        ("", ["trainer.gradient_accumulation_steps=0"], "gradient_accumulation_steps=0 must be an integer of 1 or"),
+        ("", ["trainer.per_device_train_batch_size=2.5"], "per_device_train_batch_size=2.5 must be an integer of 1"),
+        ("", ["trainer.output_dir=2026"], "trainer.output_dir=2026 must be text"),
+        ("", ["trainer.metric_for_best_model=f1"], "metric_for_best_model='f1' must be one of accuracy, loss"),
     ],
 )
 def test_bad_configurations_name_the_key(tmp_path, text, overrides, message):
@@ -142,7 +150,7 @@ def test_bad_configurations_name_the_key(tmp_path, text, overrides, message):
         load_config(write(tmp_path, text), overrides)
 
 
-@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+@each("key", WITHOUT_EFFECT)
 def test_arguments_of_transformers_that_would_do_nothing_are_refused(tmp_path, key):
     field = next(field for field in dataclasses.fields(SparsePriorTrainingArguments) if field.name == key)
     default = [] if field.default is dataclasses.MISSING else field.default
@@ -176,26 +184,3 @@ def test_yaml_cannot_make_objects(tmp_path):
 def test_preset_and_pretrained_exclude_each_other():
     with pytest.raises(ValueError, match="exclude each other"):
         build_model({"preset": "vit_tiny", "pretrained": "somewhere"}, ["a", "b"])
-
-
-def test_defaults_are_valid():
-    assert DataConfig().source == "digits"
-
-
-def test_a_bare_no_is_a_strategy(tmp_path):
-    assert load_config(write(tmp_path, ""), ["trainer.eval_strategy=no"])["trainer"]["eval_strategy"] == "no"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("gradient_accumulation_steps=0", "gradient_accumulation_steps=0 must be an integer of 1 or more"),
-        ("per_device_train_batch_size=2.5", "per_device_train_batch_size=2.5 must be an integer of 1 or more"),
-        ("output_dir=2026", "output_dir=2026 must be text"),
-        ("metric_for_best_model=f1", "metric_for_best_model='f1' must be one of accuracy, loss"),
-    ],
-)
-def test_bad_trainer_values_are_named_before_anything_runs(tmp_path, change, message):
-    (tmp_path / "c.yaml").write_text("data: {source: digits}")
-    with pytest.raises(ValueError, match=f"trainer.{message}"):
-        load_config(tmp_path / "c.yaml", [f"trainer.{change}"])

@@ -1,6 +1,5 @@
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -146,18 +145,14 @@ class StopAt(TrainerCallback):
 @pytest.mark.parametrize("where", ["training", "end"])
 def test_phase_1_goes_on_from_where_it_was_killed(dense, predicted, tmp_path, monkeypatch, where):
     config = config_of(tmp_path / "run", dense / "model", SPARSIFINER, PHASE_1)
-    with monkeypatch.context() as patch:
-        if where == "training":
-            stop = hf_run.StopOnSignal
-            patch.setattr(hf_run, "StopOnSignal", lambda: _Both(stop(), StopAt(4)))
-        else:  # after the pruning, before anything is written
 
-            def killed(*args, **kwargs):
-                raise KeyboardInterrupt
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if where == "end":  # after the pruning, before anything is written
             patch.setattr(hf_run, "confusion_matrix", killed)
-        with pytest.raises(KeyboardInterrupt):
-            training.run(copy.deepcopy(config))
+        training.run(copy.deepcopy(config), callbacks=[StopAt(4)] if where == "training" else [])
     assert not (tmp_path / "run" / "results.json").exists()
     results = training.run(config)
     folder, whole = predicted
@@ -165,19 +160,9 @@ def test_phase_1_goes_on_from_where_it_was_killed(dense, predicted, tmp_path, mo
     assert all(value.equal(weights_of(tmp_path / "run")[name]) for name, value in weights_of(folder).items())
 
 
-class _Both(TrainerCallback):
-    """Two callbacks as one."""
-
-    def __init__(self, first, second):
-        self.first, self.second, self.stopped = first, second, False
-
-    def on_step_end(self, *args, **kwargs):
-        self.second.on_step_end(*args, **kwargs)
-
-
 def test_a_teacher_for_any_model(dense, tmp_path):
-    config = config_of(tmp_path / "run", prior="violin", distillation={"teacher": str(dense / "model")})
-    results = training.run(config)
+    teacher = {"teacher": str(dense / "model")}
+    results = training.run(config_of(tmp_path / "run", prior="violin", distillation=teacher, num_train_epochs=1))
     assert results["prior"] == "violin" and results["teacher_sha256"] and results["pretrained_sha256"] is None
 
 
@@ -195,11 +180,7 @@ def test_a_teacher_for_any_model(dense, tmp_path):
         ({**PHASE_1, "up_penalty": "L2"}, {}, "up_penalty='L2' must be one of weight_decay, l2, l1"),
         ({**PHASE_1, "up_penalty": "l2"}, {}, "lambda_up=None must be a number above 0"),
         ({**PHASE_1, "up_penalty": "l1", "lambda_up": 0}, {}, "lambda_up=0 must be a number above 0"),
-        (
-            {"teacher": "x", "up_penalty": "l1", "lambda_up": 0.1},
-            {},
-            "up_penalty=l1 is for a predictor that is trained: it needs a teacher, and phase=predictor",
-        ),
+        ({"teacher": "x", "up_penalty": "l1", "lambda_up": 0.1}, {}, "up_penalty=l1 .* needs a teacher, and phase="),
         ({"teacher": "x", "lambda_class": -1}, {}, r"distillation\.lambda_class=-1 must be a number of 0 or more"),
         ({"teacher": "x", "lambda_class": True}, {}, r"lambda_class=True must be a number"),
         ({"teacher": "x", "lamda_class": 1}, {}, "has no key 'lamda_class'; did you mean 'lambda_class'"),
@@ -212,11 +193,7 @@ def test_a_teacher_for_any_model(dense, tmp_path):
         ({"teacher": "x", "phase": "predictor"}, {"model": {}}, r"leaves the model as it is; set model\.pretrained"),
         ({**PHASE_1, "lambda_attention": 0, "lambda_token": 1}, {}, "trains with the attention loss alone"),
         (PHASE_1, {"tuning": {"method": "linear"}}, r"has no use for tuning\.method=linear"),
-        (
-            {"teacher": "x", "lambda_attention": 1},
-            {"tuning": {"method": "lora"}},
-            r"lambda_attention=1 trains the predictor, which tuning\.method=lora leaves as it is; set it to 0",
-        ),
+        ({"teacher": "x", "lambda_attention": 1}, {"tuning": {"method": "lora"}}, r"tuning\.method=lora leaves as it"),
         (PHASE_1, {"trainer": {"ema_decay": 0.9}}, r"which trainer\.ema_decay would not know of"),
         ({"teacher": "x"}, {"trainer": {"fsdp": "full_shard"}}, "distillation cannot be used with FSDP"),
     ],
@@ -236,9 +213,7 @@ def test_a_run_that_cannot_learn_this_way_writes_nothing(dense, tmp_path):
         training.run(config_of(out, dense / "model", "topk", PHASE_1))
     other = config_of(out, prior=SPARSIFINER, distillation={"teacher": str(dense / "model"), "lambda_attention": 1})
     other["model"]["num_hidden_layers"] = 3
-    with pytest.raises(
-        ValueError, match=r"teacher .*model has num_hidden_layers=2, the model 3; they must be the same"
-    ):
+    with pytest.raises(ValueError, match=r"teacher .*model has num_hidden_layers=2, the model 3"):
         training.run(other)
     with pytest.raises(OSError, match=r"distillation\.teacher=.*nowhere is not a folder of a saved model"):
         training.run(config_of(out, dense / "model", distillation={"teacher": str(tmp_path / "nowhere")}))
@@ -248,7 +223,7 @@ def test_a_run_that_cannot_learn_this_way_writes_nothing(dense, tmp_path):
 # ---- shipped configurations ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@each("name", SHIPPED)
 def test_every_shipped_configuration_builds_its_model(name):
     config = load_config(shipped.path(name))
     model = {key: value for key, value in config["model"].items() if key != "pretrained"}
@@ -280,30 +255,6 @@ def test_every_shipped_configuration_builds_its_model(name):
         assert phase.weights() == {"labels": 1, "token": 0.5, "class": 0.5, "attention": 0}
         assert config["trainer"]["num_train_epochs"] == epochs[40]
         assert config["model"]["pretrained"] == f"outputs/sparsifiner/{model_name}_predictor/model"
-
-
-@pytest.mark.parametrize(
-    ("table", "budgets"),
-    [(2, [178, 158, 138, 119, 99, 79, 60, 40, 20, 10, 2]), (3, [289, 145, 58]), (4, [79])],
-)
-def test_comparisons_are_the_rows_of_the_tables(table, budgets):
-    comparison = load_comparison(shipped.path(f"experiments/sparsifiner_table{table}.yaml#full"))
-    assert [Path(config["trainer"]["output_dir"]).name for config in comparison.first] == {
-        3: ["deit_tiny_384_dense", "deit_tiny_384_predictor"]
-    }.get(table, ["deit_small_predictor"])
-    found = []
-    for config in comparison.configs.values():
-        changed = {key: value for key, value in config["model"].items() if key != "pretrained"}
-        preset = {"preset": "deit_tiny", "image_size": 384} if table == 3 else {"preset": "deit_small"}
-        with torch.device("meta"):
-            model = build_model({**preset, **changed}, ["a", "b"])
-        attention = model.vit.layers[0].attention
-        if (predictor := attention.predictor) is not None:
-            found.append(predictor.budget_of(predictor.settings, attention.plan(model.config.grid, 1).total))
-        assert DistillationConfig(**config["distillation"]).weights()["class"] == 0.5
-    assert found == budgets
-    if table == 4:
-        assert comparison.configs["linformer"]["model"]["prior"]["mixer"]["projected_tokens"] == budgets[0]
 
 
 def test_the_order_of_the_class_loss_is_a_setting():

@@ -1,4 +1,3 @@
-import io
 import json
 import pickle
 import struct
@@ -11,7 +10,8 @@ from datasets import load_dataset
 from PIL import Image
 
 from tasks.classification import fetch_cifar10 as fetch
-from tasks.common.images.sources import cifar, tables
+from tasks.common.images.sources import cifar
+from tests.each import each
 
 PER_BATCH = 20
 
@@ -114,7 +114,7 @@ def test_a_batch_that_python_3_wrote_is_read_too(splits):
     assert np.array_equal(pixels, planes) and np.array_equal(found, labels)
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", pickle.dumps({"labels": [1, 2]}, 2)])
+@each("content", [b"", b"hello", pickle.dumps({"labels": [1, 2]}, 2)])
 def test_files_that_are_no_batch_are_named(content):
     with pytest.raises(OSError, match="data_batch_3 is not a CIFAR batch"):
         cifar.read_python_batch(content, "data_batch_3")
@@ -148,8 +148,3 @@ def test_a_hub_without_network_gives_one_line(monkeypatch, tmp_path, capsys):
     assert fetch.main([str(tmp_path / "out"), "--source", "hub", "--path", "nobody/nothing"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the hub cannot be reached (HF_HUB_OFFLINE is set)" in error
-
-
-def test_a_picture_survives_png(splits):
-    pixels = splits["train"][0][0]
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(tables._png(pixels)))), pixels)

@@ -11,6 +11,7 @@ from hf_sparseprior.training import LabelMaps
 from hf_sparseprior.training.token_labels import map_probabilities
 from tasks.classification import published_label_maps
 from tasks.classification import train as training
+from tests.each import each
 from tests.tasks.classification.test_label_maps import STUDENT, config_in
 
 CLASSES, GRID = 7, 18
@@ -103,8 +104,8 @@ class Hostile:
         return print, ("executed",)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "content, message",
     [
         (None, "n01443537_1.pt does not exist, the label map of an image"),
         (torch.zeros(2, 5, 18), r"(2, 5, 18) must be a tensor (2, classes, height, width)"),
@@ -116,11 +117,12 @@ class Hostile:
         (made_map(0) + torch.tensor([0.0, 5.0]).view(2, 1, 1, 1), "and the data has the classes 0 to 6"),
         (made_map(0) + torch.tensor([0.0, 0.5]).view(2, 1, 1, 1), "whole numbers of classes"),
     ],
-    ids=["missing", "shape", "list", "hostile", "grid", "twice", "nan", "class", "half a class"],
 )
 def test_what_is_no_map_of_these_images_is_refused_in_one_line(content, message, folders, capsys):
     file = folders / "published" / NAMES[1] / f"{NAMES[1]}_1.pt"
-    file.unlink() if content is None else torch.save(content, file)
+    file.unlink(missing_ok=True)
+    if content is not None:
+        torch.save(content, file)
     assert published_label_maps.main(command(folders)) == 2
     said = capsys.readouterr()
     assert message in said.err.strip().splitlines()[-1] and "executed" not in said.out

@@ -11,6 +11,7 @@ from tasks.analysis.paper_numbers import UP_SHARES, masked_pruning_flops, sparsi
 from tasks.classification.compare import load_comparison
 from tasks.common.images.model import build_model
 from tests.configs import shipped
+from tests.each import each
 
 TABLES = shipped.path("experiments")
 
@@ -42,7 +43,6 @@ DIFFERENT = {
     (4, "linformer"): FOUR,
     (4, "sparsifiner"): FOUR,
 }
-ROWS = [(table, name) for table, rows in PRINTED.items() for name in rows]
 
 
 def built(table, name, config):
@@ -76,13 +76,13 @@ def comparisons():
     }
 
 
-@pytest.mark.parametrize("table", PRINTED)
+@each("table", PRINTED)
 def test_the_rows_are_those_of_the_table(comparisons, table):
     ours = {1: ["sparsif_0.2", "sparsif_0.3"], 4: ["dense"]}.get(table, [])
     assert list(comparisons[table].configs) == [*PRINTED[table], *ours]
 
 
-@pytest.mark.parametrize(("table", "name"), ROWS, ids=lambda value: str(value))
+@each("table, name", [(table, name) for table, rows in PRINTED.items() for name in rows])
 def test_full_size_rows_cost_what_is_printed(comparisons, table, name):
     count = counted(built(table, name, comparisons[table].configs[name]))
     assert (abs(count - PRINTED[table][name]) > 0.1) == ((table, name) in DIFFERENT), count
@@ -94,10 +94,17 @@ def test_what_table_3_prints_is_of_other_budgets():
         assert count == pytest.approx(printed, abs=0.1)
 
 
+def test_the_mixers_of_table_4_have_as_many_tokens_as_sparsifiner_has_pairs(comparisons):
+    configs = comparisons[4].configs
+    predictor = built(4, "sparsifiner", configs["sparsifiner"]).prior["predictor"]
+    assert Sparsifiner.budget_of(predictor, 197) == 79
+    assert configs["linformer"]["model"]["prior"]["mixer"]["projected_tokens"] == 79
+
+
 OURS = ("0.2-not-renormalised",)  # a row of Table 2's small form that the paper does not have
 
 
-@pytest.mark.parametrize("table", PRINTED)
+@each("table", PRINTED)
 def test_reduced_comparisons_have_the_same_rows(comparisons, table):
     def kinds(comparison):
         """Priors and keep rates by row, in order."""
@@ -120,7 +127,7 @@ def _rates(prior):
     return parts
 
 
-@pytest.mark.parametrize("rate", [0.7, 0.5])
+@each("rate", [0.7, 0.5])
 def test_in_small_both_ways_of_dropping_tokens_attend_as_often(rate):
     small = load_comparison(TABLES / "sparsifiner_table1.yaml#small")
     attended = {}

@@ -11,6 +11,7 @@ from tasks.classification.spatial import GARMENT, TASKS, Pool, Sources, make_spl
 from tasks.common.images.config import SPLITS, DataConfig
 from tasks.common.images.data import load_data
 from tasks.common.images.sources import arrays, cifar
+from tests.each import each
 
 SIZES = {"train": 48, "validation": 24, "test": 96}
 ON_PHOTOS = ("count", "position", "orientation")
@@ -68,7 +69,7 @@ def test_files_are_the_same_every_time_and_hold_what_the_command_prints(sources,
     assert (tmp_path / "first" / "spatial_tasks.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("task", TASKS)
+@each("task", TASKS)
 def test_classes_are_balanced_and_in_no_order(made, task):
     for split, examples in made[task].items():
         labels = [example.label for example in examples]
@@ -77,7 +78,7 @@ def test_classes_are_balanced_and_in_no_order(made, task):
         assert labels != sorted(labels) and labels != [n % len(counts) for n in range(len(labels))]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@each("task", TASKS)
 def test_no_photo_and_no_object_is_in_two_splits(made, sources, task):
     photos = {split: {e.photo for e in examples} - {None} for split, examples in made[task].items()}
     objects = {split: {n for e in examples for n in e.objects} for split, examples in made[task].items()}
@@ -89,7 +90,7 @@ def test_no_photo_and_no_object_is_in_two_splits(made, sources, task):
         assert all(len(objects[split]) == SIZES[split] for split in SPLITS)
 
 
-@pytest.mark.parametrize("task", ON_PHOTOS)
+@each("task", ON_PHOTOS)
 def test_a_photo_changes_where_the_objects_lie_and_nowhere_else(made, sources, task):
     for example in made[task]["train"]:
         difference = (example.pixels != sources.photos[example.photo]).any(-1)
@@ -138,16 +139,6 @@ def test_the_shoe_turned_back_is_upright(sources):
         assert abs(example.angle - 45 * example.label) <= 10
 
 
-def test_turns_are_counter_clockwise():
-    left_half = np.zeros((28, 28), np.uint8)
-    left_half[:, :14] = 255
-    for angle, axis, first in ((0, 1, True), (90, 0, False), (180, 1, False), (270, 0, True)):
-        light, opacity = spatial.turned(left_half, angle, 20)
-        near, far = np.array_split(opacity.astype(float).sum(1 - axis), 2)
-        assert (near.sum() > 10 * far.sum()) if first else (far.sum() > 3 * near.sum())
-        assert (light <= opacity).all() and light.shape == opacity.shape
-
-
 def test_shoes_and_classes_are_those_of_the_labels(made, sources):
     shoes = {arrays.FASHION_CLASSES.index(name) for name in ("Sneaker", "Ankle boot")}
     assert {int(sources.kinds[e.objects[0]]) for e in made["orientation"]["train"]} == shoes
@@ -165,9 +156,7 @@ def test_objects_stand_out_from_the_photo(sources):
         spatial.paste(pixels, opaque // 2, opaque, 4, 6)
         assert low <= pixels[6:14, 4:12].mean() <= high
         assert (pixels[:6] == below).all() and (pixels[14:] == below).all()
-
-
-def test_half_transparent_pixels_are_mixed():
+    # Half transparent pixels are mixed.
     pixels = np.full((32, 32, 3), 100, np.uint8)
     opacity = np.array([[255, 51]], np.uint8)
     spatial.paste(pixels, opacity, opacity, 0, 0)

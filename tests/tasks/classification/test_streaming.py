@@ -80,7 +80,6 @@ def test_a_damaged_image_of_a_stream_ends_the_run_in_one_line(folder, tmp_path, 
     assert "Traceback" not in error
 
 
-@pytest.mark.slow
 def test_two_processes_leave_the_same_images_out(folder, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_in(folder, tmp_path / "run")))
     train = ["tasks.classification.train", "--config", "run.yaml", "trainer.per_device_train_batch_size=4"]

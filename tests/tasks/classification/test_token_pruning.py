@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from tasks.classification.compare import load_comparison
 from tasks.classification.config import load_config
 from tasks.classification.train import run
 from tasks.common.images.model import build_model
 from tests.configs import shipped
+from tests.each import each
 
 TABLE = "experiments/sparsifiner_table1.yaml#full"
 METHODS = {"evit": "evit", "dynamicvit": "dynamicvit", "sparsif-evit": "evit", "sparsifiner": "dynamicvit"}
@@ -27,7 +27,7 @@ def built(config):
         return build_model(model, [str(number) for number in range(1000)])
 
 
-@pytest.mark.parametrize("name", [*DEIT, *LVVIT, *SMALL])
+@each("name", [*DEIT, *LVVIT, *SMALL])
 def test_shipped_configurations_build_models_that_prune(name):
     config = load_config(shipped.path(name))
     method, _, rate = name.rpartition("#")[2].removeprefix("full-").partition("_")
@@ -57,12 +57,6 @@ def test_recipes_are_those_of_the_published_scripts():
     assert (evit["trainer"]["keep_rate_start_epoch"], evit["trainer"]["keep_rate_epochs"]) == (10, 100)
     assert [dynamicvit["trainer"][name] for name in named] == [30, 1e-3, 128, 0.05]
     assert dynamicvit["trainer"]["backbone_learning_rate"] == 0.01 and dynamicvit["model"]["drop_path_rate"] == 0.0
-
-
-def test_the_comparison_builds_its_models():
-    comparison = load_comparison(shipped.path("classification/token_pruning_digits.yaml"))
-    priors = {name: built(config).config.prior_name for name, config in comparison.configs.items()}
-    assert priors == {name: name.partition("_")[0] for name in comparison.configs}
 
 
 TINY = [

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -106,8 +107,7 @@ def train(model, steps):
 # ---- what is trained ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prior", ["dense", "violin"])
-@pytest.mark.parametrize("method", METHODS)
+@each("method, prior", itertools.product(METHODS, ["dense", "violin"]))
 def test_names_and_count_of_what_each_method_trains(saved, method, prior):
     if (method, prior) == ("violin", "dense"):
         with pytest.raises(ValueError, match=NO_DECAY):
@@ -130,7 +130,7 @@ def test_violin_trains_1296_scalars_of_deit_base():
     assert trainable_parameters(model) == 1296 + 10 * 769
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each("method", METHODS)
 def test_steps_change_only_what_is_trained(saved, method):
     model = build(saved, method)
     before = copy.deepcopy(model.state_dict())
@@ -153,18 +153,17 @@ def test_with_the_class_token_alone_the_last_beta_has_no_gradient(saved):
     assert SCALARS - moving == {f"vit.layers.{LAYERS - 1}.attention.decay_bias.beta"}
 
 
-@pytest.mark.parametrize(("bias", "trained"), [(None, False), ("none", False), ("all", True), ("lora_only", False)])
-@pytest.mark.parametrize("method", ["lora", "dora"])
-def test_biases_are_trained_where_they_are_asked_for(saved, method, bias, trained):
+@each("method, bias", [("lora", None), ("lora", "none"), ("lora", "all"), ("dora", "all"), ("dora", "lora_only")])
+def test_biases_are_trained_where_they_are_asked_for(saved, method, bias):
     model = build(saved, method, rank=2, alpha=1, targets="attention+mlp", bias=bias)
-    learns = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert (any(name.endswith("layernorm_before.bias") for name in learns)) == trained
+    learns = trained_names(model)
+    assert any(name.endswith("layernorm_before.bias") for name in learns) == (bias == "all")
     assert any(name.endswith("fc1.base_layer.bias") for name in learns) == (bias in ("all", "lora_only"))
     model(images(), labels=torch.arange(6)).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@each("method", ["lora", "dora"])
 def test_merged_equals_unmerged(saved, method):
     model = build(saved, method, rank=4, alpha=16, targets="attention+mlp")
     train(model, 5)
@@ -180,7 +179,7 @@ def test_merged_equals_unmerged(saved, method):
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["linear", "lora", "dora", "violin"])
+@pytest.fixture(scope="module", params=["linear", "dora", "violin"])  # LoRA is DoRA without magnitudes
 def finished(request, saved, tmp_path_factory):
     """A run whose best epoch is by construction not the last: the worst loss is called the best."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
@@ -188,21 +187,30 @@ def finished(request, saved, tmp_path_factory):
     return request.param, folder, config, training.run(config)
 
 
+def check_evaluation(folder, out, results):
+    """`evaluate` measures of the saved model what the run did."""
+    assert evaluation.main([str(folder / "model"), "--out", str(out)]) == 0
+    stored = json.loads((out / "results_test.json").read_text())
+    assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
+
+
 def checkpoint_weights(folder):
     path = folder / "adapter_model.safetensors"
     return load_file(path if path.exists() else folder / "model.safetensors")
 
 
-def test_results_say_what_was_trained(finished):
+def test_results_say_what_was_trained_and_evaluate_takes_the_model_as_ever(finished, tmp_path):
     method, folder, _, results = finished
     _, count = TRAINED[method]
     assert results["method"] == method
     assert results["trainable_parameters"] == count + (NUM_SCALARS if method != "linear" else 0)
     weights = folder / "adapter" / "adapter_model.safetensors"
-    assert results["adapter_bytes"] == (weights.stat().st_size if method in ("lora", "dora") else None)
+    assert results["adapter_bytes"] == (weights.stat().st_size if method == "dora" else None)
+    assert weights.exists() == (method == "dora")
     stored = json.loads((folder / "results.json").read_text())
     assert stored["config"]["tuning"] == {"method": method}
     assert not any("lora" in name for name in load_file(folder / "model" / "model.safetensors"))
+    check_evaluation(folder, tmp_path, results)
 
 
 def test_the_best_epoch_is_restored_in_every_tensor(finished):
@@ -211,7 +219,7 @@ def test_the_best_epoch_is_restored_in_every_tensor(finished):
     best = folder / Path(steps["checkpoint-15"]["best_model_checkpoint"]).name
     assert best.name == "checkpoint-5"
     expected, last = checkpoint_weights(best), checkpoint_weights(folder / "checkpoint-15")
-    final = checkpoint_weights(folder / ("adapter" if method in ("lora", "dora") else "model"))
+    final = checkpoint_weights(folder / ("adapter" if method == "dora" else "model"))
     assert final.keys() == expected.keys()
     for name, value in final.items():
         assert value.equal(expected[name]), name
@@ -220,18 +228,9 @@ def test_the_best_epoch_is_restored_in_every_tensor(finished):
     assert differing == names
 
 
-def test_evaluate_takes_the_model_as_ever(finished, tmp_path):
-    _, folder, _, results = finished
-    assert evaluation.main([str(folder / "model"), "--out", str(tmp_path)]) == 0
-    stored = json.loads((tmp_path / "results_test.json").read_text())
-    assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
-
-
-def test_the_adapter_alone_is_enough(finished, saved):
-    method, folder, config, _ = finished
-    if method not in ("lora", "dora"):
-        assert not (folder / "adapter").exists()
-        return
+@pytest.mark.parametrize("finished", ["dora"], indirect=True)
+def test_the_adapter_alone_is_enough(finished):
+    _, folder, config, _ = finished
     torch.manual_seed(99)  # another start of the decay
     base = build_model(config["model"], CLASSES)
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
@@ -262,7 +261,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monk
     assert again["resumed_from"] == "checkpoint-10"
     assert again["trainable_parameters"] == results["trainable_parameters"]
     # The last step's weights, which followed from the restored ones, and the best epoch's.
-    for name in ("checkpoint-15", *(["adapter"] if method in ("lora", "dora") else []), "model"):
+    for name in ("checkpoint-15", *(["adapter"] if method == "dora" else []), "model"):
         expected = checkpoint_weights(folder / name)
         found = checkpoint_weights(tmp_path / "again" / name)
         assert found.keys() == expected.keys()
@@ -270,10 +269,11 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(finished, tmp_path, monk
             assert value.equal(expected[key]), (name, key)
 
 
+@pytest.mark.parametrize("finished", ["violin", "dora"], indirect=True)
 def test_a_checkpoint_without_its_weights_is_skipped(finished, saved, tmp_path, capsys):
     method, folder, _, _ = finished
     shutil.copytree(folder, tmp_path / "run")
-    name = "adapter_model.safetensors" if method in ("lora", "dora") else "model.safetensors"
+    name = "adapter_model.safetensors" if method == "dora" else "model.safetensors"
     (tmp_path / "run" / "checkpoint-15" / name).unlink()
     arguments = SparsePriorTrainingArguments(output_dir=str(tmp_path / "other"), use_cpu=True)
     files = SparsePriorTrainer(build(saved, method), arguments).checkpoint_files()
@@ -281,9 +281,8 @@ def test_a_checkpoint_without_its_weights_is_skipped(finished, saved, tmp_path, 
     assert f"checkpoint-15 is skipped: {name} is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["linear", "dora"])
-def test_moving_average_and_layer_decay(saved, tmp_path, method):
-    config = config_of(saved, method, tmp_path / "run", num_train_epochs=1, ema_decay=0.8, layer_decay=0.7)
+def test_moving_average_and_layer_decay(saved, tmp_path):
+    config = config_of(saved, "dora", tmp_path / "run", num_train_epochs=1, ema_decay=0.8, layer_decay=0.7)
     results = training.run(config)
     for name, key in (("model", "test_accuracy"), ("model_ema", "test_ema_accuracy")):
         assert evaluation.main([str(tmp_path / "run" / name), "--out", str(tmp_path / name)]) == 0
@@ -292,16 +291,13 @@ def test_moving_average_and_layer_decay(saved, tmp_path, method):
     raw, averaged = (load_file(tmp_path / "run" / n / "model.safetensors") for n in ("model", "model_ema"))
     changed = {name for name, value in raw.items() if not value.equal(averaged[name])}
     adapted = {f"vit.layers.{i}.attention.{name}_proj.weight" for i in range(LAYERS) for name in "qv"}
-    assert changed == CLASSIFIER | (adapted | SCALARS if method == "dora" else set())
+    assert changed == CLASSIFIER | adapted | SCALARS
 
 
-@pytest.mark.slow
 def test_a_compiled_run_saves_the_trained_model(saved, tmp_path):
     options = {"num_train_epochs": 1, "torch_compile": True, "torch_compile_backend": "eager"}
     results = training.run(config_of(saved, "lora", tmp_path / "run", **options))
-    assert evaluation.main([str(tmp_path / "run" / "model"), "--out", str(tmp_path)]) == 0
-    stored = json.loads((tmp_path / "results_test.json").read_text())
-    assert stored["metrics"] == {"test_accuracy": results["metrics"]["test_accuracy"]}
+    check_evaluation(tmp_path / "run", tmp_path, results)
 
 
 # ---- configurations -------------------------------------------------------------------------------------------------
@@ -320,11 +316,7 @@ def test_a_compiled_run_saves_the_trained_model(saved, tmp_path):
         ({"method": "lora", "targets": "qv"}, {}, "tuning.targets='qv' must be one of query.value"),
         ({"method": "dora"}, {"model": {}}, "tuning.method=dora changes a part of a saved model; set model.pretrained"),
         ({"method": "violin"}, {"model": {"pretrained": "x", "prior": "fibottention"}}, "'fibottention' has none; set"),
-        (
-            {"method": "lora"},
-            {"trainer": {"fsdp": "full_shard"}},
-            "tuning.method=lora cannot be used with FSDP",
-        ),
+        ({"method": "lora"}, {"trainer": {"fsdp": "full_shard"}}, "tuning.method=lora cannot be used with FSDP"),
     ],
 )
 def test_bad_values_are_named(tuning, rest, message):
@@ -340,18 +332,15 @@ def test_fsdp_by_accelerate_launch_is_refused_too(monkeypatch):
         check_config(config)
 
 
-def test_targets_that_the_model_lacks_leave_no_folder(saved, tmp_path):
+def test_what_the_saved_model_lacks_leaves_no_folder(saved, tmp_path):
     config = config_of(saved, "lora", tmp_path / "run", tuning={"targets": ["query"]})
     with pytest.raises(ValueError, match="has no module 'query'"):
         training.run(config)
-    assert not (tmp_path / "run").exists()
-
-
-def test_violin_on_a_saved_model_without_a_decay(saved, tmp_path):
     config = config_of(saved, "violin", tmp_path / "run")
     del config["model"]["prior"]  # that of the saved model
     with pytest.raises(ValueError, match=NO_DECAY):
         training.run(config)
+    assert not (tmp_path / "run").exists()
 
 
 SHIPPED = {
@@ -373,15 +362,10 @@ def test_every_shipped_way_of_tuning_is_what_its_name_says():
     for name, config in (tuned | comparison.configs).items():
         prior = SparsePriorViTConfig(image_size=8, patch_size=2, prior=config["model"]["prior"]).prior_name
         assert (config["tuning"].get("method", "full"), prior) == (SHIPPED | cells | further)[name]
-
-
-@pytest.mark.parametrize("name", shipped.runs(TUNING))
-def test_what_starts_anew_in_every_layer_has_one_learning_rate_and_no_drop_path(name):
-    config, name = load_config(shipped.path(name), ["model.pretrained=x"]), name.partition("#")[2]
-    everywhere = config["tuning"].get("method", "full") in ("lora", "dora", "violin")
-    assert everywhere or name.startswith(("full", "linear"))
-    assert (config["trainer"]["layer_decay"] == 1.0) == everywhere
-    assert config["model"]["drop_path_rate"] == (0.1 if name.startswith("full") else 0.0)
+    # What starts anew in every layer has one learning rate and no drop path.
+    for name, config in tuned.items():
+        assert (config["trainer"]["layer_decay"] == 1.0) == name.startswith(("lora", "dora", "violin")), name
+        assert config["model"]["drop_path_rate"] == (0.1 if name.startswith("full") else 0.0), name
 
 
 def test_rows_of_a_comparison_tune_differently(saved, tmp_path, capsys):

@@ -1,10 +1,12 @@
 """How the commands of all tasks end."""
 
+import itertools
 import signal
 
 import pytest
 
 from tasks.common.command import RunStopped, run_command, tell_data
+from tests.each import each
 
 
 def raising(error):
@@ -14,17 +16,16 @@ def raising(error):
     return work
 
 
-@pytest.mark.parametrize("error", [ValueError("a=1"), OSError("a=1"), ImportError("a=1"), FileNotFoundError("a=1")])
-@pytest.mark.parametrize("shown", ["0", "1"])
-def test_what_a_user_can_cause_is_one_line(error, shown, monkeypatch, capsys):
+@each("kind, shown", itertools.product([ValueError, OSError, ImportError, FileNotFoundError], ["0", "1"]))
+def test_what_a_user_can_cause_is_one_line(kind, shown, monkeypatch, capsys):
     monkeypatch.setenv("SPARSEPRIOR_TRACEBACK", shown)
-    assert run_command("python -m tasks.x", raising(error)) == 2
+    assert run_command("python -m tasks.x", raising(kind("a=1"))) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1] == "python -m tasks.x: a=1"
     assert (lines[0] == "Traceback (most recent call last):") if shown == "1" else len(lines) == 1
 
 
-@pytest.mark.parametrize("mistake", [TypeError, AttributeError, KeyError, IndexError, RuntimeError])
+@each("mistake", [TypeError, AttributeError, KeyError, IndexError, RuntimeError])
 def test_a_mistake_of_the_program_is_raised(mistake):
     with pytest.raises(mistake, match="a slip"):
         run_command("python -m tasks.x", raising(mistake("a slip")))

@@ -13,8 +13,9 @@ from tasks.classification.config import load_config
 from tasks.classification.task import CLASSIFICATION
 from tasks.classification.vtab.plan import load_sweep
 from tasks.common import compare, hf_run
-from tasks.common.compare import Comparison, needed_first, run_comparison
+from tasks.common.compare import needed_first, run_comparison
 from tasks.common.records import read_records
+from tests.each import each
 
 pytestmark = pytest.mark.slow
 
@@ -37,25 +38,21 @@ def write(folder, name, **content):
 
 def chain(folder, first=("dense.yaml", "predictor.yaml"), variants=None):
     """A dense model, phase 1 on it, and rows after phase 1, as Sparsifiner's tables are; the comparison's file."""
-    out = lambda name: str(folder / "outputs" / name)  # noqa: E731
-    write(
-        folder,
-        "tiny.yaml",
-        data={"source": "digits", "limit_train": 80, "limit_validation": 60, "limit_test": 60},
-        model=MODEL,
-        trainer=TRAINER,
-    )
-    write(folder, "dense.yaml", base="tiny.yaml", trainer={"output_dir": out("dense")})
+    out = folder / "outputs"
+    data = {"source": "digits", "limit_train": 80, "limit_validation": 60, "limit_test": 60}
+    write(folder, "tiny.yaml", data=data, model=MODEL, trainer=TRAINER)
+    write(folder, "dense.yaml", base="tiny.yaml", trainer={"output_dir": f"{out}/dense"})
     write(
         folder, "predictor.yaml", base="tiny.yaml",
-        model={"pretrained": f"{out('dense')}/model", "prior": "sparsifiner"},
+        model={"pretrained": f"{out}/dense/model", "prior": "sparsifiner"},
         distillation={"teacher": "self", "phase": "predictor"},
-        trainer={"output_dir": out("predictor"), "load_best_model_at_end": False},
+        trainer={"output_dir": f"{out}/predictor", "load_best_model_at_end": False},
     )  # fmt: skip
-    write(folder, "rows.yaml", base="tiny.yaml", model={"pretrained": f"{out('predictor')}/model"})
+    write(folder, "rows.yaml", base="tiny.yaml", model={"pretrained": f"{out}/predictor/model"})
     rows = {"half": {"model": {"prior": {"predictor": {"name": "sparsifiner", "keep_rate": 0.5}}}}}
     rows["scratch"] = {"base": "tiny.yaml"}
-    return write(folder, "table.yaml", first=list(first), base="rows.yaml", seeds=[0], variants=variants or rows)
+    first = list(first) if isinstance(first, tuple) else first
+    return write(folder, "table.yaml", first=first, base="rows.yaml", seeds=[0], variants=variants or rows)
 
 
 def watch(patch):
@@ -94,19 +91,15 @@ def test_first_runs_come_before_the_rows_in_order(finished):
     assert json.loads((outputs / "predictor" / "results.json").read_text())["seed"] == 7
 
 
-def test_finished_first_runs_serve_other_seeds_and_comparisons(finished, monkeypatch, tmp_path):
-    path, started = finished[1], watch(monkeypatch)
-    comparison = load_comparison(path)
-    comparison.seeds = [3]
-    run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["half"])
-    assert started == [str(tmp_path / "out" / "half" / "seed3")]
-
-
-def test_a_row_of_no_epochs_tests_what_it_starts_from(finished, tmp_path):
+def test_finished_first_runs_serve_other_seeds_and_a_row_of_no_epochs_tests_what_it_starts_from(
+    finished, monkeypatch, tmp_path
+):
     folder, path, _, _ = finished
-    comparison = load_comparison(path, ["model.prior=dense"])
+    started, comparison = watch(monkeypatch), load_comparison(path, ["model.prior=dense"])
+    comparison.seeds = [3]
     comparison.configs["half"]["trainer"].update(max_steps=-1, num_train_epochs=0)
     record = run_comparison(comparison, tmp_path / "out", tmp_path / "records", ["half"])["half"][0]
+    assert started == [str(tmp_path / "out" / "half" / "seed3")]
     dense = json.loads((folder / "outputs" / "dense" / "results.json").read_text())
     # Phase 1 leaves the backbone as it was.
     assert record["metrics"] == {"test_accuracy": dense["metrics"]["test_accuracy"]} and record["steps"] == 0
@@ -134,6 +127,7 @@ def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypat
         patch.setattr(hf_run.SparsePriorTrainer, "training_step", stop)
         assert compare_main(arguments) == 130
     assert not (tmp_path / "out").exists()
+    assert "the same command goes on where it stopped" in capsys.readouterr().err
     started = watch(monkeypatch)
     assert compare_main(arguments) == 0
     assert started == [str(tmp_path / "outputs" / "predictor"), str(tmp_path / "out" / "half" / "seed0")]
@@ -143,6 +137,11 @@ def test_interrupted_in_a_first_run_the_same_command_goes_on(finished, monkeypat
     assert results["model_sha256"] == json.loads(uninterrupted.read_text())["model_sha256"]
     row = read_records(tmp_path / "out")["half"][0]
     assert row["metrics"] == finished[2]["half"][0]["metrics"]
+    # One table, one picture.
+    assert (tmp_path / "out" / "table.md").read_text().strip() in capsys.readouterr().out
+    assert (tmp_path / "out" / "results.png").stat().st_size > 2000
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"records.jsonl", "table.md", "results.png", "half"}
 
 
 def test_a_first_run_of_another_configuration_is_refused_before_anything_runs(finished, monkeypatch, tmp_path, capsys):
@@ -176,8 +175,8 @@ def config(name, pretrained=None, **teachers):
     return {"model": {"pretrained": pretrained}, "trainer": {"output_dir": f"outputs/{name}"}, **sections}
 
 
-@pytest.mark.parametrize(
-    ("row", "needed"),
+@each(
+    "row, needed",
     [
         (config("row"), []),
         (config("row", "outputs/a/model"), ["a"]),
@@ -210,12 +209,10 @@ def test_a_first_run_without_a_folder_lies_where_train_puts_it(tmp_path):
     assert comparison.first[0]["trainer"]["output_dir"] == "outputs/classification/tiny"
 
 
-@pytest.mark.parametrize("first", ["dense.yaml", 5, {"a": "dense.yaml"}, [5], [["dense.yaml"]]])
+@each("first", ["dense.yaml", 5, {"a": "dense.yaml"}, [5]])
 def test_a_bad_list_of_first_runs_is_named(tmp_path, first):
-    path = chain(tmp_path)
-    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "first": first}))
     with pytest.raises(ValueError, match=r"first=.* must be a list of names of configuration files"):
-        load_comparison(path)
+        load_comparison(chain(tmp_path, first=first))
 
 
 def test_a_first_run_is_checked_when_the_file_is_read(tmp_path):
@@ -231,9 +228,8 @@ def test_a_first_run_is_checked_when_the_file_is_read(tmp_path):
 
 def test_a_row_may_change_another_file(tmp_path):
     path = chain(tmp_path, variants={"plain": {}, "other": {"base": "sub/other.yaml", "model": {"prior": "violin"}}})
-    write(
-        tmp_path / "sub", "other.yaml", base="../tiny.yaml", augmentation={"flip": 0.5}, trainer={"weight_decay": 0.3}
-    )
+    changes = {"augmentation": {"flip": 0.5}, "trainer": {"weight_decay": 0.3}}
+    write(tmp_path / "sub", "other.yaml", base="../tiny.yaml", **changes)
     overrides = ["trainer.max_steps=1"]
     configs = load_comparison(path, overrides).configs
     expected = load_config(tmp_path / "sub" / "other.yaml", [*overrides, "model.prior=violin"])
@@ -248,14 +244,10 @@ def test_bases_in_a_file_of_rows_are_relative_to_it(tmp_path):
     assert load_comparison(path).configs["other"]["trainer"]["weight_decay"] == 0.3
 
 
-@pytest.mark.parametrize("base", [5, [5], {}])
-def test_a_bad_base_of_a_row_is_named(tmp_path, base):
-    path = chain(tmp_path, variants={"a": {"base": base}})
-    with pytest.raises(ValueError, match=r"variant 'a': base=.* must be the name of a file, or a list of names"):
-        load_comparison(path)
-
-
-def test_a_missing_base_of_a_row_is_named(tmp_path):
+def test_a_bad_or_missing_base_of_a_row_is_named(tmp_path):
+    for base in (5, [5], {}):
+        with pytest.raises(ValueError, match=r"variant 'a': base=.* must be the name of a file, or a list of names"):
+            load_comparison(chain(tmp_path, variants={"a": {"base": base}}))
     with pytest.raises(FileNotFoundError, match="no_such"):
         load_comparison(chain(tmp_path, variants={"a": {"base": "no_such.yaml"}}))
 
@@ -265,7 +257,3 @@ def test_sweeps_have_no_rows_with_a_base(tmp_path):
     path = write(tmp_path, "sweep.yaml", base=str(shipped), variants={"a": {"base": "x.yaml"}})
     with pytest.raises(ValueError, match="variant 'a' has no key 'base'"):
         load_sweep(path)
-
-
-def test_a_comparison_without_first_runs_has_none():
-    assert Comparison(CLASSIFICATION, "name", {}, [0]).first == []

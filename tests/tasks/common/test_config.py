@@ -14,6 +14,7 @@ from tasks.common.config import (
     read_yaml,
 )
 from tasks.common.run_folder import default_output_dir
+from tests.each import each
 
 SECTIONS = ("data", "model", "trainer")
 MATRIX = """
@@ -94,8 +95,8 @@ def test_a_file_without_a_matrix_keeps_its_texts(folder):
     assert read(write(folder, "model: {prior: '${data}'}\n"))["model"] == {"prior": "${data}"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
+@each(
+    "name, message",
     [
         (
             "matrix.yaml",
@@ -112,8 +113,8 @@ def test_cells_that_there_are_not(folder, name, message):
         read(folder / name)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("matrix: {}", "matrix={} must hold a name and values for each axis"),
         ("matrix: 5", "matrix=5 must hold"),
@@ -196,7 +197,7 @@ def test_a_row_called_as_a_cell_is_refused(folder):
         read(f"{path}#a")
 
 
-@pytest.mark.parametrize("changes", ["5", "dense", "[dense]"])
+@each("changes", ["5", "dense", "[dense]"])
 def test_a_row_holds_sections(folder, changes):
     path = write(folder, f"variants: {{a: {changes}}}")
     with pytest.raises(ValueError, match=r"run.yaml, variant 'a' must hold sections, got "):
@@ -206,8 +207,8 @@ def test_a_row_holds_sections(folder, changes):
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
+@each(
+    "path, name",
     [("a/smoke.yaml", "smoke"), ("a/t.yaml#lora-0.5", "t_lora-0.5"), ("t.v2.yaml", "t.v2"), ("a#b/t.yaml#c", "t_c")],
 )
 def test_folders_follow_from_task_file_and_cell(path, name):
@@ -253,8 +254,8 @@ def test_dotted_keys_become_sections_and_lists():
     assert nested_names({"a": [{"b.c": 1, "b.d": 2}]}) == {"a": [{"b": {"c": 1, "d": 2}}]}
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
+@each(
+    "name, advice",
     [
         ("matrx.yaml#digits-small", "did you mean {folder}/matrix.yaml"),
         ("zzz.yaml", "its folder has "),

@@ -7,9 +7,10 @@ import pytest
 from tasks.classification.task import CLASSIFICATION
 from tasks.common.hf_run import print_results, run
 from tasks.video.task import VIDEO
+from tests.each import each
 
 
-@pytest.mark.parametrize(("task", "source"), list(product((CLASSIFICATION, VIDEO), ("imagefolder", "folder"))))
+@each("task, source", product((CLASSIFICATION, VIDEO), ("imagefolder", "folder")))
 def test_the_final_stage_cannot_choose_the_best_epoch(task, source, tmp_path):
     config = {section: {} for section in task.sections}
     config["data"] = {"source": source, "path": str(tmp_path / "nowhere"), "stage": "final"}
@@ -20,8 +21,8 @@ def test_the_final_stage_cannot_choose_the_best_epoch(task, source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("trained", "line"),
+@each(
+    "trained, line",
     [
         (28, "28 parameters trained, of which the saved model keeps 24\n"),  # with a head that is not saved
         (4, "4 parameters trained of 24\n"),

@@ -11,6 +11,7 @@ from scipy.special import softmax
 from sklearn.metrics import top_k_accuracy_score
 
 from tasks.common.metrics import average_views, compute_metrics, what_was_not_learned
+from tests.each import each
 
 
 def prediction(examples=50, views=1, classes=9, seed=0):
@@ -51,8 +52,8 @@ ONE = "predicts one class, b, for all 10 examples"
 CHANCE = r"is with {} % no better than always answering the most frequent class, {}"
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"),
+@each(
+    "counts, expected",
     [
         ([[0, 6], [0, 4]], f"on test the model {ONE} and {CHANCE.format('40.00', 'a (60.00 %)')}"),
         ([[0, 4], [0, 6]], f"on test the model {ONE} and {CHANCE.format('60.00', 'b (60.00 %)')}"),

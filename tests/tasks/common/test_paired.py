@@ -8,9 +8,11 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+from hf_sparseprior.analysis import pictures
 from tasks.common.comparison_table import draw_results, write_comparison
 from tasks.common.metrics import pack_correct, unpack_correct
 from tasks.common.paired import Difference, detectable, difference_table, differences, image_error, verdict
+from tests.each import each
 
 
 def record(seed, accuracy, right=None):
@@ -21,6 +23,12 @@ def record(seed, accuracy, right=None):
 
 def rows(**accuracies):
     return {name: [record(seed, value) for seed, value in enumerate(values)] for name, values in accuracies.items()}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made and not written, which takes longer than all else."""
+    monkeypatch.setattr(pictures, "save", lambda figure, path: pictures.pyplot().close(figure) or path)
 
 
 def test_a_difference_worked_out_by_hand():
@@ -113,7 +121,7 @@ def test_the_error_over_episodes_is_of_their_rewards():
     assert image_error(*runs, "test_max_reward") is None
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 1001])
+@each("count", [0, 1, 7, 8, 1001])
 def test_what_is_right_is_packed_in_order(count):
     labels, predicted = np.random.default_rng(count).integers(0, 3, (2, count))
     packed = json.loads(json.dumps(pack_correct(labels, predicted)))
@@ -133,7 +141,7 @@ def test_a_comparison_is_written_with_its_differences_and_their_picture(tmp_path
     assert (tmp_path / "results.png").stat().st_size > alone
 
 
-def test_rows_are_compared_with_their_own_references(tmp_path):
+def test_rows_are_compared_with_their_own_references(tmp_path, undrawn):
     results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621], wide=[0.7, 0.7, 0.7], other=[0.71, 0.72, 0.705])
     references = {"a": "a", "b": "a", "wide": "a", "other": "wide"}
     write_comparison(results, tmp_path, "a", references=references)
@@ -145,7 +153,7 @@ def test_rows_are_compared_with_their_own_references(tmp_path):
     assert not any(line.startswith("| other (minus") for line in (tmp_path / "table.md").read_text().splitlines())
 
 
-def test_another_metric_is_compared_alike(tmp_path):
+def test_another_metric_is_compared_alike(tmp_path, undrawn):
     results = rows(a=[0.50, 0.51, 0.52], b=[0.60, 0.61, 0.621])
     write_comparison(results, tmp_path / "accuracy", "a")
     for run in (run for runs in results.values() for run in runs):
@@ -169,6 +177,6 @@ def test_other_metrics_are_compared_if_every_record_has_them(tmp_path):
     assert heights[0] > 1.8 * heights[1]  # below each other
 
 
-def test_without_a_run_of_the_first_row_there_is_nothing_to_compare_with(tmp_path):
+def test_without_a_run_of_the_first_row_there_is_nothing_to_compare_with(tmp_path, undrawn):
     write_comparison(rows(b=[0.6]), tmp_path, "a")
     assert "minus" not in (tmp_path / "table.md").read_text()

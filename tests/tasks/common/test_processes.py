@@ -9,10 +9,11 @@ import hf_sparseprior as sp
 from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.common.hf_run import trainer_arguments
 from tasks.common.processes import check_alone, check_joined, join_on_cpu, started
+from tests.each import each
 
 
-@pytest.mark.parametrize(
-    ("processes", "accelerator", "expected"),
+@each(
+    "processes, accelerator, expected",
     [(None, False, False), (None, True, False), ("1", False, False), ("2", False, True), ("2", True, False)],
 )
 def test_several_processes_join_on_the_cpu_where_there_is_no_accelerator(processes, accelerator, expected, monkeypatch):
@@ -23,7 +24,7 @@ def test_several_processes_join_on_the_cpu_where_there_is_no_accelerator(process
     assert join_on_cpu() is expected and started() == int(processes or 1)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", ""])
+@each("value", ["0", "-1", "two", ""])
 def test_a_world_size_that_is_no_number_of_processes_is_named(value, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", value)
     with pytest.raises(ValueError, match=f"WORLD_SIZE='{value}' in the environment must be an integer of 1 or more"):

@@ -82,26 +82,17 @@ def test_every_core_has_one_run_of_one_thread_in_order(tmp_path, capsys):
     assert "[4/4] " in said and re.search(r"to do, about \d+:\d\d left", said)
 
 
-def see_start_method(folder, callbacks=()):
+def see_process(folder, callbacks=()):
     work(folder)
-    (folder / "record").write_text(multiprocessing.get_start_method())
+    (folder / "record").write_text(f"{multiprocessing.get_start_method()} {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
 
-def test_workers_of_a_data_loader_start_as_in_any_process(tmp_path):
+def test_each_core_has_one_gpu_and_workers_of_a_data_loader_start_as_in_any_process(tmp_path, monkeypatch):
     """Not each from a server, where it imports everything anew."""
-    Queue(IMPORTED, 1).run([job(tmp_path / "a0", see_start_method)])
-    assert (tmp_path / "a0" / "record").read_text() == multiprocessing.get_start_method()
-
-
-def see_gpu(folder, callbacks=()):
-    work(folder)
-    (folder / "record").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
-
-
-def test_each_core_has_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(queue_module, "visible_gpus", lambda: ["3", "5"])
-    Queue(IMPORTED, 2).run([job(tmp_path / name, see_gpu) for name in ("a0", "b0")])
-    assert sorted(path.read_text() for path in tmp_path.glob("*/record")) == ["3", "5"]
+    Queue(IMPORTED, 2).run([job(tmp_path / name, see_process) for name in ("a0", "b0")])
+    method = multiprocessing.get_start_method()
+    assert sorted(path.read_text() for path in tmp_path.glob("*/record")) == [f"{method} 3", f"{method} 5"]
 
 
 def test_a_run_that_fails_stops_no_other_and_is_named_at_the_end(tmp_path):

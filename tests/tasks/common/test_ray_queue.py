@@ -142,21 +142,20 @@ def test_two_workers_do_each_run_once_in_order(queue, tmp_path, capsys):
     assert re.search(r"\[6/6\] .*; 0 to do\n$", said) and re.search(r"; \d to do, about 0:\d\d left", said)
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, r"WorkerCrashedError: .+"), (signal.SIGTERM, HERE)])
-def test_a_run_whose_worker_is_ended_is_given_to_another(queue, tmp_path, number, reason, capsys):
-    queue.run([job(tmp_path / "a0", strike, 1, number), job(tmp_path / "b0")])
-    assert sorted(records(tmp_path)) == ["a0", "b0"] and (tmp_path / "a0" / "deaths").read_text() == "xx"
-    assert re.search(rf"a0: its worker died \({reason}.*\); it is put back", capsys.readouterr().err)
-
-
-def test_a_run_whose_worker_always_dies_and_one_that_fails_are_named_and_stop_no_other(queue, tmp_path):
+def test_a_run_whose_worker_dies_is_given_to_another_and_those_that_fail_are_named_and_stop_no_other(
+    queue, tmp_path, capsys
+):
     jobs = [job(tmp_path / "a0", fail), job(tmp_path / "b0", strike, 99, signal.SIGTERM), job(tmp_path / "c0")]
     with pytest.raises(RunsFailed) as failed:
-        queue.run(jobs)
+        queue.run([*jobs, job(tmp_path / "d0", strike, 1, signal.SIGKILL)])
     lines = str(failed.value).splitlines()
-    assert lines[:2] == ["2 of 3 runs failed:", f"a0: a0: a0 has a bad value ({tmp_path}/a0.log)"]
+    assert lines[:2] == ["2 of 4 runs failed:", f"a0: a0: a0 has a bad value ({tmp_path}/a0.log)"]
     assert lines[2:] == [f"b0: its worker died {ATTEMPTS} times ({HERE} was told to end it)"]
-    assert sorted(records(tmp_path)) == ["c0"] and len((tmp_path / "b0" / "deaths").read_text()) == ATTEMPTS
+    assert sorted(records(tmp_path)) == ["c0", "d0"]
+    assert [len((tmp_path / name / "deaths").read_text()) for name in ("b0", "d0")] == [ATTEMPTS, 2]
+    said = capsys.readouterr().err
+    for name, reason in (("b0", HERE), ("d0", r"WorkerCrashedError: .+")):
+        assert re.search(rf"{name}: its worker died \({reason}.*\); it is put back", said)
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, RunStopped), (signal.SIGINT, KeyboardInterrupt)])

@@ -13,6 +13,7 @@ from tasks.common import records
 from tasks.common.comparison_table import COVERAGE, label, table
 from tasks.common.paired import difference_table, differences
 from tasks.common.records import add_records, convert, read_records, records_text
+from tests.each import each
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = sorted(path.parent for path in ROOT.glob("tasks/*/results/**/records.jsonl"))
@@ -91,8 +92,8 @@ def test_the_same_record_again_writes_nothing_and_another_one_is_refused(tmp_pat
         read_records(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
+@each(
+    "content, line",
     [
         ("", None),
         ('{"shared": {}}\n{"row": "dense", "seed": 0', 2),
@@ -179,7 +180,7 @@ def test_records_of_earlier_versions_are_brought_in_and_other_files_stay(tmp_pat
     assert "no records of earlier versions" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"metrics": {}', '{"seed": 1}', "null"])
+@each("content", ["", "[]", '{"metrics": {}', '{"seed": 1}', "null"])
 def test_a_damaged_record_of_earlier_versions_is_named_and_nothing_moved(content, tmp_path):
     leave_old(tmp_path, "dense", 1, record(1))
     (tmp_path / "dense" / "seed0.json").write_text(content)

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tasks.common.run_folder import (
     owned,
     stored_config,
 )
+from tests.each import each
 
 
 def test_runs_of_two_tasks_never_share_a_folder_by_default():
@@ -41,8 +43,8 @@ def test_evaluation_lies_in_the_run_and_tells_models_of_one_run_apart(tmp_path):
 SAME = {"trainer": {"seed": 1, "output_dir": "a"}, "model": {"prior": {"shuffle_seed": 0}, "depth": None}}
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
+@each(
+    "change, expected",
     [
         ({"trainer": {"seed": 1, "output_dir": "b"}, "model": {"prior": {"shuffle_seed": 0}}}, []),  # cosmetic, null
         ({"trainer": {"seed": 2}}, ["trainer.seed: 1 there, 2 here"]),
@@ -80,12 +82,16 @@ def test_the_newest_whole_checkpoint_counts_numbers_not_letters(tmp_path, capsys
     assert newest_whole(Path(tmp_path / "missing"), patterns, cut_off) is None
 
 
-@pytest.mark.parametrize("name", ["file", "file/run/seed 0"])
-def test_a_file_is_no_folder_of_a_run(name, tmp_path):
+def test_a_file_or_a_link_to_nowhere_is_no_folder_of_a_run(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match=rf"^trainer\.output_dir={tmp_path}/{name}: {tmp_path}/file is not a folder$"):
-        finished_results(tmp_path / name, {"trainer": {}}, overwrite=True)
+    for name in ("file", "file/run/seed 0"):
+        message = rf"^trainer\.output_dir={tmp_path}/{name}: {tmp_path}/file is not a folder$"
+        with pytest.raises(OSError, match=message):
+            finished_results(tmp_path / name, {"trainer": {}}, overwrite=True)
     assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(OSError, match="link is not a folder"):
+        check_place(tmp_path / "link" / "run", "--out")
 
 
 def test_a_folder_that_may_not_be_written_into_is_named_before_anything_runs(tmp_path, monkeypatch):
@@ -105,13 +111,7 @@ def test_a_folder_that_may_not_be_written_into_is_named_before_anything_runs(tmp
     assert finished_results(tmp_path, config, overwrite=False) == results
 
 
-def test_a_link_to_nowhere_is_no_folder(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(OSError, match="link is not a folder"):
-        check_place(tmp_path / "link" / "run", "--out")
-
-
-@pytest.mark.parametrize("content", ["", '{"metrics": {"test', "[1]", "null", '"text"', '{"results_version": "2"}'])
+@each("content", ["", '{"metrics": {"test', "[1]", "null", '"text"', '{"results_version": "2"}'])
 def test_half_written_results_are_named(content, tmp_path):
     claim(tmp_path, {"trainer": {"seed": 1}})
     (tmp_path / "results.json").write_text(content)
@@ -121,7 +121,7 @@ def test_half_written_results_are_named(content, tmp_path):
     assert finished_results(tmp_path, {"trainer": {"seed": 1}}, overwrite=False) is None
 
 
-@pytest.mark.parametrize("content", ["", '{"data": ', "[1]"])
+@each("content", ["", '{"data": ', "[1]"])
 def test_a_damaged_configuration_next_to_a_model_is_named(content, tmp_path):
     (tmp_path / "run_config.json").write_text(content)
     with pytest.raises(OSError, match=r"run_config\.json is damaged, so the data is not known; give --config"):
@@ -176,8 +176,8 @@ def test_results_of_another_configuration_do_not_count_as_finished(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run_config.json"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         ({"metrics": None}, "it has no 'metrics'"),
         ({"metrics": [1]}, "metrics=[1] must be a map of names to numbers or null"),
@@ -281,14 +281,13 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("room", [0, 1, 4 << 10, 30_001, 64 << 10, 79_999])
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_whatever_finds_a_full_disk_it_is_one_line_with_the_folder(tmp_path, write, room):
+@each("name, room", itertools.product(WRITERS, [0, 1, 4 << 10, 30_001, 64 << 10, 79_999]))
+def test_whatever_finds_a_full_disk_it_is_one_line_with_the_folder(tmp_path, name, room):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
         with pytest.raises(OSError) as error, full_disk_in_one_line(tmp_path):
-            write(tmp_path)
+            WRITERS[name](tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(error.value).startswith(f"{tmp_path} cannot be written (File too large; ")

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import Comparison, run_comparison
 from tasks.common.machines import Shard
 from tasks.common.records import read_records
+from tests.each import each
 from tests.processes import ROOT, Started, module, wait_until
 from tests.tasks.common.test_compare import same
 from tests.tasks.common.test_compare import write as write_comparison
@@ -25,8 +27,7 @@ from tests.tasks.common.test_queue import job, records, work
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [1, 2, 3, 7])
-@pytest.mark.parametrize("runs", [0, 1, 5, 12])
+@each("runs, of", itertools.product([0, 1, 5, 12], [1, 2, 3, 7]))
 def test_a_shard_does_its_own_runs_first_and_then_those_of_the_next_ones(runs, of):
     for number in range(1, of + 1):
         shards = [(number - 1 + step) % of for step in range(of)]  # counted from 0, its own first
@@ -34,12 +35,9 @@ def test_a_shard_does_its_own_runs_first_and_then_those_of_the_next_ones(runs, o
         assert Shard(number, of).order(runs) == expected and sorted(expected) == list(range(runs))
 
 
-def test_the_form_is_that_of_a_job_array():
+@each("text", ["0/4", "5/4", "1/0", "3", "3/", "-1/4", "1.0/4", "1/4/2", "a/b", "", "²/4"])
+def test_the_form_is_that_of_a_job_array_and_another_is_named(text, tmp_path, capsys):
     assert Shard.parse("3/16") == Shard(3, 16) and Shard.parse("1/1") == Shard(1, 1)
-
-
-@pytest.mark.parametrize("text", ["0/4", "5/4", "1/0", "3", "3/", "/3", "-1/4", "1.0/4", "1/4/2", "a/b", "", "²/4"])
-def test_another_form_is_named(text, tmp_path, capsys):
     arguments = ["--config", str(write_comparison(tmp_path)), "--out", str(tmp_path / "out"), f"--shard={text}"]
     assert compare_main(arguments) == 2
     message = f"--shard={text} must be K/N with whole numbers 1 <= K <= N, such as 3/16\n"
@@ -47,8 +45,8 @@ def test_another_form_is_named(text, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         (["--shard", "1/2", "--jobs", "0"], "--jobs=0 must be 1 or more"),
         (["--shard", "1/2", "--ray", "auto"], "--shard=1/2 and --ray=auto exclude each other"),

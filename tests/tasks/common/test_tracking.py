@@ -14,11 +14,11 @@ from PIL import Image
 from transformers import TrainerCallback
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.training import SparsePriorTrainingArguments
 from tasks.classification import train as training
 from tasks.common import hf_run, plots, tracking
 from tasks.common.config import check_trainer
 from tasks.common.hf_run import print_results
+from tests.each import each
 
 CONFIG = {
     "data": {"source": "digits", "limit_train": 120, "limit_validation": 60, "limit_test": 60},
@@ -165,7 +165,7 @@ def test_an_error_closes_the_trackers(tmp_path, monkeypatch):
     assert closed == [False]
 
 
-@pytest.mark.parametrize("value", ["tensorbord", ["tensorboard", "clearml"], "all", 3, [["wandb"]]])
+@each("value", ["tensorbord", ["tensorboard", "clearml"], "all", 3, [["wandb"]]])
 def test_an_unknown_tracker_is_refused(value):
     with pytest.raises(ValueError, match=r"trainer\.report_to=.* must be none or some of tensorboard, wandb, mlflow"):
         check_trainer({"report_to": value})
@@ -346,14 +346,14 @@ def test_the_best_epoch_is_that_of_the_history(finished, capsys):
     best = results["best_epoch"]
     judged = [entry for entry in results["history"] if "validation_accuracy" in entry]
     chosen = max(judged, key=lambda entry: entry["validation_accuracy"])  # the first of equal ones
-    assert (best["epoch"], best["step"], best["value"]) == (
-        chosen["epoch"], chosen["step"], chosen["validation_accuracy"],
-    )  # fmt: skip
+    found = best["epoch"], best["step"], best["value"]
+    assert found == (chosen["epoch"], chosen["step"], chosen["validation_accuracy"])
     assert best["epochs"] == 3 and best["stopped_epoch"] is None
     print_results(results, "out")
-    assert f"best epoch: {best['epoch']:.0f} of 3, validation accuracy {100 * best['value']:.2f} %\n" in (
-        capsys.readouterr().out
-    )
+    line = f"best epoch: {best['epoch']:.0f} of 3, validation accuracy {100 * best['value']:.2f} %\n"
+    assert line in capsys.readouterr().out
+    loss = {**BEST, "epoch": 1.5, "metric": "validation_ema_loss", "stopped_epoch": None}  # is no share
+    assert hf_run.tell_best_epoch(loss) == "best epoch: 1.5 of 6, validation ema loss 0.7500"
 
 
 @pytest.mark.parametrize("trainer", [{}, {"eval_strategy": "no"}])
@@ -364,13 +364,8 @@ def test_without_choosing_the_last_epoch_is_saved(trainer, tmp_path, capsys):
     assert "no epoch was chosen on validation: the weights of the last step are saved\n" in capsys.readouterr().out
 
 
-def test_the_best_loss_is_no_share():
-    line = hf_run.tell_best_epoch({**BEST, "epoch": 1.5, "metric": "validation_ema_loss", "stopped_epoch": None})
-    assert line == "best epoch: 1.5 of 6, validation ema loss 0.7500"
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
+@each(
+    "section, message",
     [
         ({"early_stopping": 0}, "early_stopping=0 must be an integer of 1 or more, or null"),
         ({"early_stopping": True}, "early_stopping=True must be an integer of 1 or more"),
@@ -390,13 +385,7 @@ def test_early_stopping_needs_validation(section, message, tmp_path):
 def test_early_stopping_is_refused_where_training_has_the_validation_images(tmp_path):
     config = stopping(tmp_path / "run")
     config["data"] = {"source": "imagefolder", "path": str(tmp_path / "nowhere"), "stage": "final"}
-    message = (
-        r"trainer\.early_stopping=3 needs a validation split, and data\.stage=final has its validation images among"
-    )
+    message = r"early_stopping=3 needs a validation split, and data\.stage=final has its validation images among"
     with pytest.raises(ValueError, match=message):
         training.run(config)
     assert not (tmp_path / "run").exists()
-
-
-def test_early_stopping_is_off_by_default(tmp_path):
-    assert SparsePriorTrainingArguments(output_dir=str(tmp_path)).early_stopping is None

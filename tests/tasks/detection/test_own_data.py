@@ -24,6 +24,7 @@ from tasks.common.results import read_results
 from tasks.detection.evaluate import main as evaluate_main
 from tasks.detection.task import DETECTION
 from tasks.detection.train import main as train_main
+from tests.each import each
 from tests.tasks.common.mm.shapes import PARTS
 from tests.tasks.detection.tiny import SMALL
 
@@ -127,43 +128,35 @@ def changed(root, split, change):
     file.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    ("split", "change", "said"),
+@each(
+    "part, split, change, said",
     [
-        (
-            "validation", lambda content: content["categories"].reverse(),
-            "instances_validation.json has its categories in the order dog, cat, the classes are cat, dog",
-        ),
-        (
-            "test", lambda content: content["categories"].append({"id": 9, "name": "cat"}),
-            "instances_test.json has 3 of the 2 classes cat, dog; its categories are cat, dog, cat",
-        ),
-        (
-            "test", lambda content: content["images"][1].update(id=0),
-            "instances_test.json: 2 of the images have the id 0",
-        ),
-        (
-            "training", lambda content: content["categories"][0].update(name="Cat"),
-            "instances_training.json has 1 of the 2 classes cat, dog; its categories are Cat, dog",
-        ),
-        (
-            "training", lambda content: content["annotations"].clear(),
-            "instances_training.json: filter_cfg={'filter_empty_gt': True} leaves none of its images",
-        ),
-        (
-            "training", lambda content: content["annotations"][0].update(bbox=[60, 6, 20, 15]),
-            "annotation 0 of 0.jpg has bbox [60, 6, 20, 15], which is not within its image of 45x70",
-        ),
-        (
-            "training", lambda content: content["annotations"][1].update(segmentation=[]),
-            "annotation 1 of 0.jpg has a polygon that is not pairs",
-        ),
+        ("test", "test", lambda content: content["categories"].append({"id": 9, "name": "cat"}),
+         "has 3 of the 2 classes cat, dog; its categories are cat, dog, cat"),
+        ("test", "test", lambda content: content["images"][1].update(id=0), "2 of the images have the id 0"),
+        ("train", "training", lambda content: content["categories"][0].update(name="Cat"),
+         "has 1 of the 2 classes cat, dog; its categories are Cat, dog"),
+        ("train", "training", lambda content: content["annotations"].clear(), "leaves none of its images"),
+        ("train", "training", lambda content: content["annotations"][0].update(bbox=[60, 6, 20, 15]),
+         "annotation 0 of 0.jpg has bbox [60, 6, 20, 15], which is not within its image of 45x70"),
+        ("train", "training", lambda content: content["annotations"][1].update(segmentation=[]),
+         "annotation 1 of 0.jpg has a polygon that is not pairs"),
     ],
 )  # fmt: skip
-def test_files_that_do_not_fit_end_in_one_line(tmp_path, capfd, split, change, said):
-    root = write_own(tmp_path / "own")
+def test_files_that_do_not_fit_are_named(tmp_path_factory, part, split, change, said):
+    root = write_own(tmp_path_factory.mktemp("own"))
     changed(root, split, change)
+    config = load_config("detection", own_config(root, root))
+    init_default_scope("mmdet")
+    with pytest.raises(ValueError, match=f"instances_{split}.json.*{re.escape(said)}"):
+        DATASETS.build(config[f"{part}_dataloader"].dataset)
+
+
+def test_a_file_that_does_not_fit_ends_a_run_in_one_line(tmp_path, capfd):
+    root = write_own(tmp_path / "own")
+    changed(root, "validation", lambda content: content["categories"].reverse())
     assert train_main(["--config", own_config(root, tmp_path), *options(tmp_path / "run")]) == 2
+    said = "instances_validation.json has its categories in the order dog, cat, the classes are cat, dog"
     assert said in capfd.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "run").exists()
 

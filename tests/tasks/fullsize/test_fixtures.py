@@ -1,6 +1,7 @@
 """Fixtures have the published layouts: the readers of the tasks read them, with every class."""
 
 import csv
+import functools
 import json
 import re
 
@@ -13,6 +14,7 @@ from tasks.common.images.data import load_data
 from tasks.common.images.vtab_tasks import TASKS
 from tasks.fullsize import fixtures
 from tasks.fullsize.fixtures import VTAB_TASK, WRITERS, fixture
+from tests.each import each
 
 
 @pytest.fixture(scope="module")
@@ -98,30 +100,46 @@ def test_demonstrations_are_read_as_the_published_ones(name, file, root):
         assert found.shapes["robot0_eye_in_hand_image"] == (84, 84, 3) and found.action_size == 10
 
 
-@pytest.mark.parametrize(
-    ("make", "classes", "pattern"),
+@pytest.fixture(scope="module")
+def clips(root):
+    """source -> the folder of its clips, made small and once."""
+    pytest.importorskip("av", reason="needs pip install '.[video]'")
+
+    @functools.cache
+    def make(source):
+        (folder := root / f"clips_{source}").mkdir()
+        fixtures._clips(getattr(fixtures, f"_{source}"), 9, 32, 24)(folder)
+        return folder
+
+    return make
+
+
+def listed(folder, split):
+    with open(folder / "lists" / f"{split}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@each(
+    "source, classes, pattern",
     [
-        ("_smarthome", 31, r"[A-Z][A-Za-z.]+_p(03|25|02)_r\d\d_v01_c0[152]\.mp4"),
-        ("_nucla", 10, r"a\d\d/v0[13]_s(01|09|10)_e\d\d\.avi"),
-        ("_ntu60", 60, r"S\d{3}C00[123]P0(01|38|03)R001A\d{3}_rgb\.avi"),
+        ("smarthome", 31, r"[A-Z][A-Za-z.]+_p(03|25|02)_r\d\d_v01_c0[152]\.mp4"),
+        ("nucla", 10, r"a\d\d/v0[13]_s(01|09|10)_e\d\d\.avi"),
+        ("ntu60", 60, r"S\d{3}C00[123]P0(01|38|03)R001A\d{3}_rgb\.avi"),
     ],
 )
-def test_clips_are_called_as_published_and_have_lists_of_every_class(make, classes, pattern, tmp_path):
-    av = pytest.importorskip("av", reason="needs pip install '.[video]'")
-    fixtures._clips(getattr(fixtures, make), 9, 32, 24)(tmp_path)
-    listed = {}
-    for split in ("train", "validation", "test"):
-        with open(tmp_path / "lists" / f"{split}.csv", newline="") as file:
-            listed[split] = list(csv.DictReader(file))
-    names = [row["path"] for rows in listed.values() for row in rows]
-    assert len({row["label"] for row in listed["train"]}) == classes and len(listed["train"]) == 64
+def test_clips_are_called_as_published_and_have_lists_of_every_class(source, classes, pattern, clips):
+    import av
+
+    rows = {split: listed(clips(source), split) for split in ("train", "validation", "test")}
+    names = [row["path"] for own in rows.values() for row in own]
+    assert len({row["label"] for row in rows["train"]}) == classes and len(rows["train"]) == 64
     assert len(names) == len({*names}) == 68 and all(re.fullmatch(pattern, name) for name in names)
-    with av.open(str(tmp_path / "videos" / names[-1])) as container:
+    with av.open(str(clips(source) / "videos" / names[-1])) as container:
         assert [frame.width for frame in container.decode(video=0)] == [32] * 9
 
 
-@pytest.mark.parametrize(
-    ("source", "protocol", "sizes"),
+@each(
+    "source, protocol, sizes",
     [
         ("smarthome", "cs", (64, 2, 2)),
         ("smarthome", "cv2", (38, 2, 2)),  # of 19 of the 31 classes
@@ -129,15 +147,12 @@ def test_clips_are_called_as_published_and_have_lists_of_every_class(make, class
         ("ntu60", "cs", (64, 2, 2)),
     ],
 )
-def test_the_readers_of_videos_split_them_as_their_lists(source, protocol, sizes, tmp_path):
-    pytest.importorskip("av", reason="needs pip install '.[video]'")
+def test_the_readers_of_videos_split_them_as_their_lists(source, protocol, sizes, clips):
     from tasks.video.config import DataConfig as VideoConfig
     from tasks.video.data import load_data as load_videos
 
-    fixtures._clips(getattr(fixtures, f"_{source}"), 9, 32, 24)(tmp_path)
-    data = load_videos(VideoConfig(source=source, path=str(tmp_path / "videos"), protocol=protocol))
+    videos = clips(source) / "videos"
+    data = load_videos(VideoConfig(source=source, path=str(videos), protocol=protocol))
     for split, size in zip(("train", "validation", "test"), sizes, strict=True):
-        with open(tmp_path / "lists" / f"{split}.csv", newline="") as file:
-            listed = {row["path"] for row in csv.DictReader(file)}
-        found = {str(path.relative_to(tmp_path / "videos")) for path in data.splits[split].paths}
-        assert found <= listed and len(found) == size
+        found = {str(path.relative_to(videos)) for path in data.splits[split].paths}
+        assert found <= {row["path"] for row in listed(clips(source), split)} and len(found) == size

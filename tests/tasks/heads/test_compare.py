@@ -13,6 +13,7 @@ from tasks.common.records import read_records
 from tasks.common.results import read_results
 from tasks.heads import compare
 from tests.configs import shipped
+from tests.each import each
 from tests.tasks.common.mm.shapes import write_shapes
 from tests.tasks.heads.tiny import HEAD_OPTIONS, tiny_config
 
@@ -79,7 +80,7 @@ def test_heads_of_several_metrics_are_refused(shapes, tmp_path, capsys):
     assert not (tmp_path / "runs").exists() and not (tmp_path / "records").exists()
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@each("name", SHIPPED)
 def test_records_are_of_todays_configurations_and_the_table_is_theirs(name):
     found = compare.load_comparison(shipped.path(f"heads/{name}.yaml"))
     records = compare.compare.all_records(found, RESULTS / name)  # refuses records of other configurations

@@ -179,8 +179,8 @@ def test_features_of_the_linear_classifier_are_the_last_layers_class_tokens():
         last_layers(backbone, EvaluationConfig(linear_layers=3))
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
+@each(
+    "family, options",
     [
         ("sparseprior_vit", {"pooling": "class_token"}),
         ("sparseprior_vit", {"pooling": "mean"}),
@@ -272,10 +272,7 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
 @each(
     "changes, message",
     [
-        (
-            {"trainer": {"lr_scheduler_type": "cosine"}},
-            r"lr_scheduler_type='cosine' is not for DINO; use dino",
-        ),
+        ({"trainer": {"lr_scheduler_type": "cosine"}}, r"lr_scheduler_type='cosine' is not for DINO; use dino"),
         ({"trainer": {"max_grad_norm": 1.0}}, r"use dino\.clip_gradient"),
         ({"trainer": {"load_best_model_at_end": True}}, "keeps the last teacher"),
         ({"trainer": {"learning_rate": 0.0}}, r"trainer\.learning_rate=0\.0 must be a number above 0"),
@@ -283,10 +280,7 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
         ({"dino": {"teacher_momentum": 1}}, r"dino\.teacher_momentum=1 must be below 1"),
         ({"evaluation": {"eval_crop_ratio": 0}}, r"evaluation\.eval_crop_ratio=0 must be a number in 0\.1\.\.1"),
         ({"trainer": {"gradient_checkpointing": True}}, r"trainer\.gradient_checkpointing=true is not for DINO"),
-        (
-            {"data": {"stage": "final"}, "trainer": {"eval_strategy": "epoch"}},
-            r"trainer\.eval_strategy='epoch' must be no with data\.stage=final",
-        ),
+        ({"data": {"stage": "final"}, "trainer": {"eval_strategy": "epoch"}}, "must be no with data.stage=final"),
         ({"dino": {"temperature": 1}}, "section 'dino' has no key 'temperature'"),
         ({"crops": {"global_scale": [0.5, 0.2]}}, r"crops\.global_scale=.* the smaller one first, at most 1"),
         ({"crops": {"blur": [1.0]}}, "must be three numbers"),
@@ -315,7 +309,7 @@ FILES = [f"pretraining/{file.name}" for file in shipped.files("pretraining")]
 RUNS = [run for name in (*FILES, *shipped.PRETRAINING) for run in shipped.runs(name)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@each("name", RUNS)
 def test_shipped_configurations_load(name):
     config = PRETRAINING.load_config(shipped.path(name))
     published = {"decay": {"name": "violin", "init": "pretrain_published"}}
@@ -334,7 +328,7 @@ def test_the_papers_configurations_have_the_papers_models():
         assert trainer["learning_rate"] == pytest.approx(reference * trainer["effective_batch_size"] / 256)
 
 
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES.values() if family.takes == "images"])
+@each("name", [family.name for family in FAMILIES.values() if family.takes == "images"])
 def test_every_family_of_images_learns(name):
     torch.manual_seed(0)
     dino = Dino(FAMILIES[name].base(small(name, prior="violin")), DinoConfig(**HEAD))

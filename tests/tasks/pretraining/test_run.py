@@ -127,7 +127,10 @@ def test_a_linear_classifier_that_was_killed_goes_on_to_the_same_bits(run, monke
     assert [path.name for path in kept.parent.glob("*linear.safetensors")] == [kept.name]
 
 
-def test_bad_values_of_evaluate_are_one_line(run, capsys):
+def test_bad_values_are_one_line(run, tmp_path, capsys):
+    options = ["evaluation.linear=true", "evaluation.linear_layers=40", f"trainer.output_dir={tmp_path}/run"]
+    assert train.main([*contract.pretraining(tmp_path), *options]) == 2
+    assert "evaluation.linear_layers=40 must be at most" in capsys.readouterr().err and not (tmp_path / "run").exists()
     assert evaluate.main([str(run), "evaluation.neighbours=101"]) == 2
     assert "evaluation.neighbours=101 must be at most the 100 images" in capsys.readouterr().err
     assert evaluate.main([str(run), "trainer.seed=1"]) == 2
@@ -147,7 +150,10 @@ def test_what_evaluate_is_given_acts(run, tmp_path):
 
 
 def test_the_teacher_is_a_model_that_other_tasks_start_from(run, tmp_path):
-    """Nothing but a classifier starts anew, and a backbone's weights are the teacher's."""
+    """Nothing but a classifier starts anew, and a backbone's weights are the teacher's. Its card says what it is."""
+    assert json.loads((run / "model" / "config.json").read_text())["architectures"] == ["SparsePriorViTModel"]
+    card = (run / "model" / "README.md").read_text()
+    assert "image-feature-extraction" in card and "test_knn_accuracy" in card
     stored = load_file(run / "model" / "model.safetensors")
     model = build_model({"pretrained": str(run / "model")}, ["a", "b"])
     _, anew = load_changed_model(run / "model", type(model), id2label={0: "a", 1: "b"}, label2id={"a": 0, "b": 1})
@@ -166,16 +172,8 @@ def test_the_teacher_is_a_model_that_other_tasks_start_from(run, tmp_path):
     assert evaluate.main([str(tmp_path / "tuned"), "data.limit_train=50"]) == 0  # of a classifier
 
 
-def test_the_teacher_differs_from_the_start_and_its_card_says_what_it_is(run):
-    config = json.loads((run / "model" / "config.json").read_text())
-    assert config["architectures"] == ["SparsePriorViTModel"]
-    card = (run / "model" / "README.md").read_text()
-    assert "image-feature-extraction" in card and "test_knn_accuracy" in card
-
-
-@pytest.mark.parametrize("name", ["sparseprior_swin"])
-def test_another_family_is_pretrained(name, tmp_path):
-    arguments = contract.pretraining(tmp_path)
+def test_another_family_is_pretrained(tmp_path):
+    name, arguments = "sparseprior_swin", contract.pretraining(tmp_path)
     content = yaml.safe_load((tmp_path / "config.yaml").read_text())
     small = {**SMALL[name], "image_size": 16, "patch_size": 2}
     content |= {"model": {"family": name, "prior": "violin", **small}, "crops": {"local_crops": 1, "local_size": 8}}
@@ -183,10 +181,3 @@ def test_another_family_is_pretrained(name, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     assert train.main([*arguments, f"trainer.output_dir={tmp_path}/run"]) == 0
     assert FAMILIES[name].base.from_pretrained(tmp_path / "run" / "model") is not None
-
-
-def test_layers_that_the_linear_classifier_does_not_have_end_a_run_before_it_begins(tmp_path, capsys):
-    arguments = contract.pretraining(tmp_path)
-    options = ["evaluation.linear=true", "evaluation.linear_layers=40", f"trainer.output_dir={tmp_path}/run"]
-    assert train.main([*arguments, *options]) == 2
-    assert "evaluation.linear_layers=40 must be at most" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import re
 
 import numpy as np
@@ -20,20 +19,23 @@ from tasks.robotics import compare, evaluate, training  # noqa: E402
 from tasks.robotics.config import TrainerConfig, check_config  # noqa: E402
 from tasks.robotics.environments import make_environment  # noqa: E402
 from tasks.robotics.policy import CrosswayPolicy  # noqa: E402
-from tasks.robotics.rollout import rollout  # noqa: E402
+from tasks.robotics.rollout import rollout, wilson_interval  # noqa: E402
 from tests.configs import shipped  # noqa: E402
+from tests.each import each  # noqa: E402
 from tests.tasks.robotics.tiny import write_pusht  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
 ROOT = shipped.CONFIGS.parent
 CONFIG = shipped.path("robotics/table6_small.yaml#pusht")
 ROWS = ["dense", "fibottention"]
+STEPS = 40  # of an episode, of which PushT's own has 300
 TINY = [
     *("policy.widths=[16, 32]", "policy.step_embedding_size=8", "policy.groups=4", "policy.sampling_steps=2"),
     *("policy.image_size=null", "policy.crop=72", "policy.decoder_width=8", "encoder.hidden_size=16"),
     *("encoder.num_hidden_layers=2", "encoder.num_attention_heads=2", "encoder.intermediate_size=32"),
     *("trainer.steps=4", "trainer.batch_size=8", "trainer.log_steps=2", "trainer.validate_steps=2"),
     *("trainer.warmup_steps=2", "trainer.test_episodes=2", "trainer.test_seed=123456", "trainer.disable_tqdm=true"),
+    f"trainer.test_steps={STEPS}",
 ]
 
 
@@ -59,7 +61,7 @@ def records(folder, demonstrations):
     return all_records(comparison, folder / "records")
 
 
-@pytest.mark.parametrize("task", ["lift", "can", "pusht"])
+@each("task", ["lift", "can", "pusht"])
 def test_rows_of_table_6_in_small_differ_in_their_priors_alone(task):
     """Windows are those that the full table takes first: 5 up to a third of the patches."""
     configs = compare.load_comparison(shipped.path(f"robotics/table6_small.yaml#{task}")).configs
@@ -99,7 +101,7 @@ def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole
         for name, (record,) in found.items():
             policy = CrosswayPolicy.from_pretrained(whole / "runs" / name / "seed0" / "model")
             with evaluate.one_thread():
-                played = [rollout(policy, environment, seed) for seed in (123_456, 123_457)]
+                played = [rollout(policy, environment, seed, STEPS) for seed in (123_456, 123_457)]
             assert unpack_correct(record["test_correct"]).tolist() == [each.success for each in played]
             assert record["test_rewards"] == [each.max_reward for each in played]
             metrics = record["metrics"]
@@ -114,7 +116,7 @@ def test_a_record_says_what_the_saved_policy_does_in_the_held_out_episodes(whole
 def test_evaluate_begins_with_the_seed_of_the_run(whole, tmp_path, capsys):
     """The run's own episodes are there; with another seed, others are played."""
     run = whole / "runs" / "dense" / "seed0"
-    assert evaluate.main([str(run), "--episodes", "2"]) == 0
+    assert evaluate.main([str(run), "--episodes", "2", "--max-steps", str(STEPS)]) == 0
     found = json.loads((run / "evaluation" / "results_test.json").read_text())
     assert [each["seed"] for each in found["episodes"]] == [123_456, 123_457] and found["played_now"] == 0
     assert found["config"]["rollouts"]["seed"] == 123_456
@@ -171,21 +173,14 @@ def test_the_table_has_intervals_of_the_solved_episodes(whole, demonstrations, t
     column = header.index("solved, 95 % interval (Wilson)")
     assert dense[1] == "75.00 ± 35.36"
     for row, right in ((dense, 3), (sparse, 0)):
-        low, high = wilson(right, 4)
+        low, high = wilson_interval(right, 4)
         assert row[column] == f"{right} of 4, {100 * low:.0f} to {100 * high:.0f} %"
     assert {"highest reward of an episode, %", "covered at the end, %"} <= set(header)
     assert "| fibottention | -50.00, -100.00 |" in table
 
 
-def wilson(right, count, z=1.959963984540054):
-    share = right / count
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return centre - half, centre + half
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
+@each(
+    "override, says",
     [
         ("trainer.test_episodes=0", r"trainer\.test_episodes=0 must be 1 or more"),
         ("trainer.test_episodes=-1", r"trainer\.test_episodes=-1 must"),
@@ -196,7 +191,8 @@ def wilson(right, count, z=1.959963984540054):
     ],
 )
 def test_what_is_no_comparison_is_refused_in_one_line(override, says, demonstrations, tmp_path, capsys):
-    assert compare.main(command(tmp_path, demonstrations, override=["trainer.test_seed=null", override])) == 2
+    none = ["trainer.test_seed=null", "trainer.test_steps=null"]
+    assert compare.main(command(tmp_path, demonstrations, override=[*none, override])) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and re.search(says, said[0])
 
@@ -220,13 +216,13 @@ def test_a_job_of_its_own_process_gives_the_same_record(whole, demonstrations, t
     assert mine["metrics"] == other["metrics"] and mine["test_correct"] == other["test_correct"]
 
 
-@pytest.mark.parametrize("name", ["test_steps", "test_seed"])
-def test_settings_of_no_episodes_are_refused(name):
-    with pytest.raises(ValueError, match=rf"trainer\.{name}=200000 is of trainer\.test_episodes, which are 0"):
-        TrainerConfig(**{name: 200_000})
+def test_settings_of_no_episodes_are_refused():
+    for name in ("test_steps", "test_seed"):
+        with pytest.raises(ValueError, match=rf"trainer\.{name}=200000 is of trainer\.test_episodes, which are 0"):
+            TrainerConfig(**{name: 200_000})
 
 
-@pytest.mark.parametrize("seed", [99_999, 50_000, -1, 2e5, True])
+@each("seed", [99_999, 50_000, -1, 2e5, True])
 def test_seeds_of_demonstrations_and_of_choices_are_not_for_evaluation(seed):
     with pytest.raises(ValueError, match=rf"trainer\.test_seed={seed} must be an integer of 100000 or more"):
         TrainerConfig(test_episodes=5, test_seed=seed)

@@ -48,8 +48,7 @@ def numbers(path):
     return {name: data.episode(name) for name in data.episodes}
 
 
-@pytest.mark.parametrize("images", ["video", "image"])
-@pytest.mark.parametrize("name", ["walk", "pusht"])
+@pytest.mark.parametrize(("name", "images"), [("walk", "video"), ("pusht", "image")])
 def test_there_and_back_is_what_it_was(name, images, request, tmp_path):
     source = request.getfixturevalue(name)
     there, back = tmp_path / f"{name}.lerobot", tmp_path / f"back{source.suffix}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from tasks.robotics import episodes, evaluate
 from tasks.robotics.episodes import EpisodeStore, Wanted, play, play_in_processes
 from tasks.robotics.rollout import Episode
+from tests.each import each
 from tests.processes import Started, wait_until
 
 pytestmark = pytest.mark.slow
@@ -47,8 +49,8 @@ def test_episodes_are_read_as_they_were_written(tmp_path):
     wanted = [Wanted(3, 4), Wanted(5)]
     assert [store.read(each) for each in wanted] == [None, None]
     expected = [rolled(each) for each in wanted]
-    for episode, each in zip(expected, wanted, strict=True):
-        store.write(episode, each)
+    for episode, own in zip(expected, wanted, strict=True):
+        store.write(episode, own)
     assert same([store.read(each) for each in wanted], expected)
     assert store.read(Wanted(5, 4)) is None  # it has no frames
     assert json.loads((store.folder / "conditions.json").read_text()) == {"a": 1}
@@ -56,12 +58,12 @@ def test_episodes_are_read_as_they_were_written(tmp_path):
     assert EpisodeStore(tmp_path, {"a": 1}).name == store.name
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["", "[]", "{", '{"seed": 3}', '{"seed": 4, "success": true, "max_reward": 1, "steps": 1, "coverage": null}'],
 )
-def test_a_damaged_episode_is_named(tmp_path, text):
-    store = EpisodeStore(tmp_path, {})
+def test_a_damaged_episode_is_named(tmp_path_factory, text):
+    store = EpisodeStore(tmp_path_factory.mktemp("episodes"), {})
     store.prepare()
     store.write(rolled(Wanted(3)), Wanted(3))
     path = next(store.folder.glob("seed_*3.json"))
@@ -215,7 +217,7 @@ def test_a_killed_evaluation_goes_on_and_processes_do_not_change_the_results(sav
     assert resumed["played_now"] == 4 and outcome(resumed) == outcome(whole)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     written = capsys.readouterr()
-    assert "6/6" in written.err  # the progress
+    assert "6/6" in written.err and re.search(r"actions=[1-9]", written.err)  # the progress
     assert (out / "episodes.png").read_bytes() == (tmp_path / "whole" / "episodes.png").read_bytes()
 
     plain = (out / "results_test.json").read_bytes()
@@ -244,8 +246,3 @@ def test_a_second_evaluation_waits_for_the_episode_that_another_plays(saved, tmp
     held.append(lambda: claim.__exit__(None, None, None))
     results = evaluate.evaluate(saved, found, tmp_path)
     assert len(looks) == 2 and results["played_now"] == 1 and len(results["episodes"]) == 1
-
-
-def test_jobs_must_be_one_or_more(saved, tmp_path, capsys):
-    assert evaluate.main([str(saved), "--jobs", "0", "--out", str(tmp_path / "out")]) == 2
-    assert "--jobs 0 must be 1 or more" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,3 +1,6 @@
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
@@ -60,7 +63,7 @@ def test_interface(environment, name):
     assert with_images.settings["cameras"] == list(CAMERAS[name])
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("name", ["lift", "pusht"])
 def test_a_seed_gives_the_same_episode_fresh_and_after_others(environment, name):
     used = environment(name)
     wander(used, 5, 8)
@@ -84,13 +87,13 @@ def test_images_are_the_same_every_time_and_change_nothing(environment, name):
         assert all(np.array_equal(one[key], three[key]) for key in three)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("name", ["lift", "pusht"])
 def test_wrong_actions_are_refused(environment, name):
-    each = environment(name)
-    each.reset(0)
-    for action in (np.zeros(7), np.full(each.action_size, np.nan)):
-        with pytest.raises(ValueError, match=f"of {name} must be {each.action_size} finite numbers"):
-            each.step(action)
+    made = environment(name)
+    made.reset(0)
+    for action in (np.zeros(7), np.full(made.action_size, np.nan)):
+        with pytest.raises(ValueError, match=f"of {name} must be {made.action_size} finite numbers"):
+            made.step(action)
 
 
 def test_wrong_names_are_refused(environment):
@@ -192,21 +195,21 @@ def test_the_gripper_opens_and_closes(environment):
     assert width[-1.0] > 0.07 and width[1.0] < 0.01
 
 
-@pytest.mark.parametrize("camera", CAMERAS["lift"])
-def test_images_stand_upright(environment, camera):
+def test_images_stand_upright(environment):
     """The cube's middle, projected by a pinhole camera, is red; mirrored or upside down, nothing is."""
     arm = environment("lift", CAMERAS["lift"])
-    hits = []
+    hits = {camera: [] for camera in CAMERAS["lift"]}
     for seed in range(4):
-        image = arm.reset(seed)[arm.cameras[camera]].astype(int)
-        view = arm._data.camera(camera)
-        x, y, z = view.xmat.reshape(3, 3).T @ (arm._data.xpos[arm._object] - view.xpos)
-        focal = image.shape[0] / 2 / np.tan(np.radians(arm._model.camera(camera).fovy[0]) / 2)
-        column, row = (image.shape[0] / 2 + focal * np.array([x, -y]) / -z).astype(int)
-        red = (image[..., 0] > 100) & (image[..., 1] < 80)
-        assert red[row, column]
-        hits.append([flipped[row, column] for flipped in (red[::-1], red[:, ::-1], red[::-1, ::-1])])
-    assert not np.all(hits, axis=0).any()
+        seen = arm.reset(seed)
+        for camera, own in hits.items():
+            image, view = seen[arm.cameras[camera]].astype(int), arm._data.camera(camera)
+            x, y, z = view.xmat.reshape(3, 3).T @ (arm._data.xpos[arm._object] - view.xpos)
+            focal = image.shape[0] / 2 / np.tan(np.radians(arm._model.camera(camera).fovy[0]) / 2)
+            column, row = (image.shape[0] / 2 + focal * np.array([x, -y]) / -z).astype(int)
+            red = (image[..., 0] > 100) & (image[..., 1] < 80)
+            assert red[row, column]
+            own.append([flipped[row, column] for flipped in (red[::-1], red[:, ::-1], red[::-1, ::-1])])
+    assert not any(np.all(own, axis=0).any() for own in hits.values())
 
 
 def in_new_process(folder, code, **variables):
@@ -218,14 +221,13 @@ def in_new_process(folder, code, **variables):
     return process.wait(200), (folder / "log").read_text()
 
 
-def test_mujoco_imported_too_early_is_refused(tmp_path):
-    pytest.importorskip("mujoco", reason="needs make robotics")
-    code = "import mujoco\nfrom tasks.robotics.environments import make_environment\nmake_environment('lift')"
-    status, output = in_new_process(tmp_path, code)
-    assert status and "mujoco was imported before MUJOCO_GL was set" in output
+def test_mujoco_imported_too_early_is_refused(monkeypatch):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setitem(sys.modules, "mujoco", ModuleType("mujoco"))
+    with pytest.raises(ValueError, match="mujoco was imported before MUJOCO_GL was set"):
+        make_environment("lift")
 
 
-@pytest.mark.slow
 def test_without_gl_everything_but_images_works(tmp_path):
     pytest.importorskip("robosuite", reason="needs make robotics")
     # As on a machine without the libraries: ctypes finds neither, neither for us nor for PyOpenGL.

@@ -24,6 +24,7 @@ from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tests.configs import shipped
 from tests.each import each
+from tests.tasks.robotics.tiny import SMALL_TABLE_6
 from tests.tasks.robotics.walk import SETTINGS, configuration, with_cameras, write_walk
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
@@ -151,18 +152,12 @@ def test_a_run_that_noted_a_dated_checksum_goes_on(tmp_path):
         train.run_identity(config, out, False)
 
 
-@pytest.mark.parametrize("task", ["lift", "can"])
-def test_the_full_configurations_start_on_published_demonstrations(write_robomimic_file, tmp_path, task):
+def test_a_full_configuration_starts_on_published_demonstrations(write_robomimic_file, tmp_path):
     """Made smaller, and on a file of robomimic's layout, whose environment is not the one here."""
     further = (("robot0_eef_quat", 4), ("robot0_gripper_qpos", 2), ("object", 10))
     path = write_robomimic_file((20, 18), ("agentview", "robot0_eye_in_hand"), further)
-    small = ["policy.widths=[16, 32]", "policy.decoder_width=8", "trainer.epochs=null", "trainer.steps=1"]
-    small += ["encoder.preset=null", "encoder.hidden_size=16", "encoder.num_hidden_layers=1"]
-    small += ["encoder.num_attention_heads=2", "encoder.intermediate_size=16", "trainer.batch_size=2"]
-    small += ["policy.step_embedding_size=8", "trainer.disable_tqdm=true"]
     where = [f"data.path={path}", f"trainer.output_dir={tmp_path / 'run'}"]
-    config = load_config(shipped.path(f"experiments/fib_table6.yaml#{task}-dense"), [*small, *where])
-    results = train.run(config)
+    results = train.run(load_config(LIFT_DENSE, [*SMALL_TABLE_6, *where]))
     assert results["steps"] == 1 and results["episodes"] == {"train": 1, "validation": 1}
     assert CrosswayPolicy.from_pretrained(tmp_path / "run" / "model").config.crop == 76
 
@@ -170,7 +165,7 @@ def test_the_full_configurations_start_on_published_demonstrations(write_robomim
 # ---- configurations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@each("name", SMOKE)
 def test_the_pages_record_and_train_what_small_configurations_read(name):
     readme = "".join(page.read_text() for page in (ROOT / "tasks" / "robotics").glob("*.md"))
     config = load_config(shipped.path(name))
@@ -180,9 +175,9 @@ def test_the_pages_record_and_train_what_small_configurations_read(name):
     assert f"--config configs/{name}\n" in readme and f"`{name.partition('#')[2]}`" in readme
 
 
-@pytest.mark.parametrize("name", [*SMOKE, *TABLE_6])
-def test_every_configuration_builds(name):
-    """On the meta device: the full ones have hundreds of millions of weights."""
+@each("name", [*SMOKE, *(name for name in TABLE_6 if name.endswith("-dense"))])
+def test_configurations_build(name):
+    """On the meta device: the full ones have hundreds of millions of weights. All of them: tests/tasks/fullsize."""
     _, policy, _ = check_config(load_config(shipped.path(name)))
     bounds = {key: ([0.0] * policy.observations[key][0], [1.0] * policy.observations[key][0]) for key in policy.states}
     bounds["actions"] = ([0.0] * policy.action_size, [1.0] * policy.action_size)
@@ -259,17 +254,14 @@ def test_bad_values_are_refused(override, message):
         load_config(LIFT_DENSE, [override])
 
 
-@pytest.mark.parametrize(
-    ("override", "name"),
-    [("encoder.prior=violin", "encoder.prior='violin'"), ("policy.crop=9", "policy.crop=9")],
-)
+@each("override, name", [("encoder.prior=violin", "encoder.prior='violin'"), ("policy.crop=9", "policy.crop=9")])
 def test_settings_of_images_are_refused_without_a_camera(override, name):
     with pytest.raises(ValueError, match=rf"{name} is of images, and policy.observations has no camera"):
         load_config(shipped.path("robotics/smoke.yaml#lift_state"), [override])
 
 
-@pytest.mark.parametrize(
-    ("section", "values", "message"),
+@each(
+    "section, values, message",
     [
         ("encoder", {"prior": "sparsifiner"}, "encoder.prior='sparsifiner' has a predictor that learns from dense"),
         ("data", {"episodes": 11}, "data.episodes=11 must be at most the 10 for training"),
@@ -277,6 +269,7 @@ def test_settings_of_images_are_refused_without_a_camera(override, name):
     ],
 )
 def test_what_would_do_nothing_ends_a_run_before_it_begins(demonstrations, tmp_path, section, values, message):
+    AcceleratorState._reset_state(reset_partial_state=True)
     config = with_cameras(configuration(demonstrations, tmp_path / "run"))
     config[section] |= values
     with pytest.raises(ValueError, match=message):

@@ -11,6 +11,13 @@ from tasks.robotics.normalizer import Normalizer
 from tasks.robotics.policy import CrosswayPolicy
 from tasks.robotics.policy_config import PolicyConfig
 
+# What makes a row of configs/experiments/fib_table6.yaml small, and a step of it.
+SMALL_TABLE_6 = [
+    *("policy.widths=[16, 32]", "policy.decoder_width=8", "policy.step_embedding_size=8", "encoder.preset=null"),
+    *("encoder.hidden_size=16", "encoder.num_hidden_layers=1", "encoder.num_attention_heads=2"),
+    *("encoder.intermediate_size=16", "trainer.epochs=null", "trainer.steps=1", "trainer.batch_size=2"),
+    "trainer.disable_tqdm=true",
+]
 MODIFIED = {"support": {"name": "fibottention", "w_min": 9, "w_max": 9, "modified": True}}
 
 

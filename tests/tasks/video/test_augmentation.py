@@ -17,6 +17,7 @@ from tasks.video import data, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import Preparation, Videos, load_data, make_dataset, make_test_dataset
 from tasks.video.decoding import segment_indices, write_video
+from tests.each import each
 from tests.tasks.video.clips import write_videos
 
 SMALL = SparsePriorTimesformerConfig(image_size=16, patch_size=4, num_frames=4, image_mean=0.3)
@@ -38,7 +39,7 @@ def config_of(path, **fields):
     return DataConfig(source="folder", path=str(path), **fields)
 
 
-@pytest.mark.parametrize(
+@each(
     "total, frames, places, expected",
     [
         (12, 4, 0.5, [1, 4, 7, 10]),
@@ -175,10 +176,10 @@ def config_file(tmp_path_factory):
     return folder / "config.yaml"
 
 
-@pytest.mark.parametrize("override", BAD)
-def test_bad_values_are_one_line(override, config_file, capsys):
+@each("override, message", BAD.items())
+def test_bad_values_are_one_line(override, message, config_file, capsys):
     assert train.main(["--config", str(config_file), override]) == 2
-    assert BAD[override] in capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (config_file.parent / "run").exists()
 
 
@@ -226,7 +227,7 @@ def test_the_shorter_side_of_a_training_clip_is_drawn(tmp_path, monkeypatch):
     assert sides == [18]
 
 
-@pytest.mark.parametrize("sides", [20, [20], [23, 20], [0, 3], [20, "b"], [20.5, 23]])
+@each("sides", [20, [20], [23, 20], [0, 3], [20, "b"], [20.5, 23]])
 def test_bad_sides_are_named(sides):
     with pytest.raises(ValueError, match=r"augmentation\.short_side="):
         AugmentationConfig(short_side=sides)

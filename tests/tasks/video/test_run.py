@@ -1,5 +1,6 @@
 """Runs on really decoded clips: they learn, go on after a kill, come back, and say what is wrong in one line."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -24,6 +25,7 @@ from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import load_data, make_dataset
 from tasks.video.task import VIDEO, build_model, processor_settings
 from tests.configs import shipped
+from tests.each import each
 from tests.tasks.video.clips import SPLITS, moving, write_videos
 
 pytestmark = pytest.mark.slow
@@ -62,7 +64,6 @@ def losses(results):
     return [(entry["step"], entry["loss"]) for entry in results["history"] if "loss" in entry]
 
 
-@pytest.mark.slow
 def test_a_run_learns_and_evaluate_gives_its_metric(config_file, tmp_path, capsys):
     out = tmp_path / "run"
     rarely = [f"trainer.{what}_strategy=steps" for what in ("eval", "save")]
@@ -99,14 +100,10 @@ def test_a_class_that_test_lacks_is_no_matter(videos, config_file, tmp_path):
         assert (tmp_path / "run" / name).is_file()
 
 
-@pytest.mark.slow
 def test_one_frame_is_chance_and_the_prior_changes_the_output(config_file, tmp_path):
-    single = load_config(
-        config_file, ["model.num_frames=1", f"trainer.output_dir={tmp_path}/single", "trainer.num_train_epochs=3"]
-    )
-    results = train.run(single)
+    results = train.run(load_config(config_file, ["model.num_frames=1", "trainer.num_train_epochs=1"]))
     assert results["metrics"]["test_accuracy"] == 0.5  # left and right of a place have one middle frame
-    folder = tmp_path / "single" / "model"
+    folder = tmp_path / "run" / "model"
     sparse = AutoModelForVideoClassification.from_pretrained(folder)
     dense = AutoModelForVideoClassification.from_pretrained(folder, prior="dense")
     pixels = torch.randn(2, 1, 3, 16, 16)
@@ -140,25 +137,8 @@ def test_a_model_of_other_classes_is_refused_before_videos_are_decoded(config_fi
     assert "the model's classes ['down', 'up'] are not those of the data" in capsys.readouterr().err
 
 
-def test_kinetics_name_of_the_validation_split_is_read_too(videos, tmp_path):
-    copy = tmp_path / "videos"
-    shutil.copytree(videos, copy)
-    (copy / "validation").rename(copy / "val")
-    data = load_data(DataConfig(source="folder", path=str(copy)))
-    assert list(data.splits) == ["train", "validation", "test"] and len(data.splits["validation"].paths) == 8
-    assert data.splits["validation"].paths[0].parts[-3] == "val"
-
-
-def test_lists_that_a_spreadsheet_wrote_are_read(tmp_path):
-    (tmp_path / "lists").mkdir()
-    for split in ("train", "validation", "test"):
-        (tmp_path / "lists" / f"{split}.csv").write_text("path,label\na.mkv,up\nb.mkv,down\n", encoding="utf-8-sig")
-    data = load_data(DataConfig(source="csv", path=str(tmp_path), lists=str(tmp_path / "lists")))
-    assert data.classes == ["down", "up"] and [path.name for path in data.splits["test"].paths] == ["a.mkv", "b.mkv"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
+@each(
+    "overrides, message",
     [
         (["model.num_channels=1"], "model.num_channels=1 must be 3"),
         (["data.test_size=18"], "data.test_size=18"),
@@ -190,39 +170,37 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("override", BAD)
-def test_bad_values_are_one_line(override, config_file, tmp_path, capsys):
+@each("override, message", BAD.items())
+def test_bad_values_are_one_line(override, message, config_file, tmp_path, capsys):
     assert train.main(["--config", str(config_file), override]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert BAD[override] in error and error.startswith("python -m tasks.video.train: ")
+    assert message in error and error.startswith("python -m tasks.video.train: ")
     assert not (tmp_path / "run").exists()
 
 
-def test_the_smoke_run_has_a_folder_of_its_own():
-    assert VIDEO.load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"] == "outputs/video/smoke"
+@each(
+    "overrides, message",
+    [
+        (["data.motion={val: 6}"], r"data\.motion\.val=6 is called data\.motion\.validation now"),
+        (["augmentation.horizontal_flip=0.5"], "would make panning left one to the right"),
+        (["data.motion={videos: rendered}", "augmentation.vertical_flip=0.5"], "would make what falls rise"),
+        (["augmentation.random_place=true"], "would move the middle frame"),
+    ],
+)
+def test_what_makes_no_sense_of_motion_clips_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(CONFIGS / "smoke.yaml", overrides)
 
 
-def test_the_former_name_of_the_validation_split_is_refused_with_todays():
-    with pytest.raises(ValueError, match=r"data\.motion\.val=6 is called data\.motion\.validation now"):
-        load_config(CONFIGS / "smoke.yaml", ["data.motion={val: 6}"])
-
-
-def test_motion_clips_are_not_flipped_over():
-    with pytest.raises(ValueError, match="would make panning left one to the right"):
-        load_config(CONFIGS / "smoke.yaml", ["augmentation.horizontal_flip=0.5"])
-    rendered = ["data.motion={videos: rendered}", "augmentation.vertical_flip=0.5"]
-    with pytest.raises(ValueError, match="would make what falls rise"):
-        load_config(CONFIGS / "smoke.yaml", rendered)
-    with pytest.raises(ValueError, match="would move the middle frame"):
-        load_config(CONFIGS / "smoke.yaml", ["augmentation.random_place=true"])
-
-
-def test_csv_lists_and_long_videos(videos, tmp_path):
-    lists = tmp_path / "lists"
-    lists.mkdir()
+def write_lists(videos, lists):
     for split in SPLITS:
         rows = [f"{path.relative_to(videos)},{path.parent.name}" for path in sorted((videos / split).glob("*/*"))]
         (lists / f"{split}.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+
+
+def test_csv_lists_and_long_videos(videos, tmp_path):
+    lists = tmp_path
+    write_lists(videos, lists)
     config = DataConfig(source="csv", path=str(videos), lists=str(lists), stride=2)
     data = load_data(config)
     folder = load_data(DataConfig(source="folder", path=str(videos)))
@@ -234,16 +212,16 @@ def test_csv_lists_and_long_videos(videos, tmp_path):
     (lists / "validation.csv").write_text("file,label\na.mkv,left\n")
     with pytest.raises(ValueError, match=r"validation\.csv must have the columns path and label"):
         load_data(config)
+    for split in SPLITS:  # as a spreadsheet writes them
+        (lists / f"{split}.csv").write_text("path,label\na.mkv,up\nb.mkv,down\n", encoding="utf-8-sig")
+    data = load_data(config)
+    assert data.classes == ["down", "up"] and [path.name for path in data.splits["test"].paths] == ["a.mkv", "b.mkv"]
 
 
-@pytest.mark.parametrize("source", ["folder", "csv"])
+@each("source", ["folder", "csv"])
 def test_the_final_stage_trains_on_all_that_is_not_test(source, videos, tmp_path):
-    lists = {}
-    if source == "csv":
-        lists = {"lists": str(tmp_path)}
-        for split in SPLITS:
-            lines = [f"{file.relative_to(videos)},{file.parent.name}" for file in sorted(videos.glob(f"{split}/*/*"))]
-            (tmp_path / f"{split}.csv").write_text("\n".join(["path,label", *lines]))
+    write_lists(videos, tmp_path)
+    lists = {"lists": str(tmp_path)} if source == "csv" else {}
     read = load_data(DataConfig(source=source, path=str(videos), stage="final", **lists)).splits
     files = {split: sorted(videos.glob(f"{split}/*/*")) for split in SPLITS}
     assert read["train"].paths == files["train"] + files["validation"]
@@ -313,7 +291,14 @@ FULL = [*shipped.runs(TABLE_5), *shipped.runs(ARXIV_TABLE_5)]
 PROTOCOLS = {"smarthome_cs": "cs", "smarthome_cv2": "cv2", "nucla_cs": "cs"}
 
 
-@pytest.mark.parametrize("name", FULL)
+@functools.cache
+def built(section):
+    """The full model of a section in JSON, made without memory."""
+    with torch.device("meta"):
+        return build_model({**json.loads(section), "preset": "vit_base"}, [str(number) for number in range(31)])
+
+
+@each("name", FULL)
 def test_full_size_configurations_parse_and_build(name):
     config = load_config(shipped.path(name))
     assert (config["model"]["num_frames"], config["data"]["stride"]) == ((8, 32) if "smarthome" in name else (16, 4))
@@ -323,8 +308,7 @@ def test_full_size_configurations_parse_and_build(name):
     assert config["data"]["stage"] == "final"
     assert config["trainer"]["num_train_epochs"] == 15 and config["trainer"]["per_device_train_batch_size"] == 32
     section = {key: value for key, value in config["model"].items() if key != "image_model"}
-    with torch.device("meta"):
-        model = build_model({**section, "preset": "vit_base"}, [str(number) for number in range(31)])
+    model = built(json.dumps(section))
     # TimeSformer's 121.4 million: ViT-B's 85.8, and for each of 12 layers a norm, four projections and one after them.
     backbone = sum(parameter.numel() for parameter in model.vit.parameters())
     assert backbone == 85_798_656 + 12 * (5 * (768 * 768 + 768) + 2 * 768) + config["model"]["num_frames"] * 768
@@ -340,7 +324,8 @@ def test_there_is_a_configuration_for_every_cell_of_table_5():
     assert [len(compare.load_comparison(shipped.path(cell)).configs) for cell in shipped.cells(TABLE_5)] == [4, 4, 4]
 
 
-def test_comparisons_name_the_variant(tmp_path):
+def test_the_smoke_run_has_a_folder_of_its_own_and_comparisons_name_the_variant(tmp_path):
+    assert VIDEO.load_config(CONFIGS / "smoke.yaml")["trainer"]["output_dir"] == "outputs/video/smoke"
     comparison = compare.load_comparison(CONFIGS / "motion.yaml")
     assert comparison.configs["single-frame"]["model"]["num_frames"] == 1
     path = tmp_path / "bad.yaml"

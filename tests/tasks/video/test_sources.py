@@ -60,14 +60,8 @@ def test_folders_are_read_as_people_have_them(tmp_path, capsys):
         f"{split}/{name}/{place}0.MP4" for split in ("Training", "val", "Test") for name in "ab" for place in ("", "s/")
     ]
     touch(tmp_path, videos)
-    junk = (
-        "__MACOSX/a/0.mp4",
-        "Training/.ipynb_checkpoints/0.mp4",
-        "Training/a/._0.mp4",
-        "val/a/notes.txt",
-        "raw/0.mp4",
-    )
-    touch(tmp_path, junk)
+    hidden = ["__MACOSX/a/0.mp4", "Training/.ipynb_checkpoints/0.mp4", "Training/a/._0.mp4"]
+    touch(tmp_path, [*hidden, "val/a/notes.txt", "raw/0.mp4"])
     data = load_data(DataConfig(source="folder", path=str(tmp_path)))
     assert {split: len(found) for split, found in data.splits.items()} == dict.fromkeys(data.splits, 4)
     assert data.classes == ["a", "b"] and data.origins == {
@@ -128,8 +122,7 @@ def test_northwestern_ucla_across_views(tmp_path):
     assert splits == expected(NUCLA, 3, {name: row[0] for name, row in NUCLA.items()})
 
 
-@pytest.mark.parametrize("protocol, column", [("cs", 1), ("cv", 2)])
-@pytest.mark.parametrize("below", ["", "nturgb+d_rgb/"])
+@pytest.mark.parametrize("protocol, column, below", [("cs", 1, ""), ("cv", 2, "nturgb+d_rgb/")])
 def test_ntu_rgbd_60(protocol, column, below, tmp_path):
     rows = {f"{below}{name}": row for name, row in NTU.items()}
     touch(tmp_path, rows)
@@ -138,27 +131,20 @@ def test_ntu_rgbd_60(protocol, column, below, tmp_path):
     assert len(classes) == len(set(classes)) == 60
 
 
-@pytest.mark.parametrize("protocol, trains", [("cs", 20), ("cv", 40)])
-def test_ntu_splits_have_the_published_sizes_of_subjects(protocol, trains, tmp_path):
+def test_ntu_splits_have_the_published_sizes_of_subjects(tmp_path):
     """Shahroudy et al. 2016: 20 of 40 subjects train, or two of three cameras."""
-    names = [f"S001C00{camera}P{subject:03}R001A001_rgb.avi" for subject in range(1, 41) for camera in (1, 2, 3)]
-    touch(tmp_path, names)
-    splits, _ = read(tmp_path, "ntu60", protocol=protocol, stage="final")
-    assert len({name[8:12] for name in splits["train"]}) == trains
-    assert len(splits["train"]) == (60 if protocol == "cs" else 80) and len(splits["test"]) == 120 - len(
-        splits["train"]
-    )
+    touch(tmp_path, [f"S001C00{one}P{subject:03}R001A001_rgb.avi" for subject in range(1, 41) for one in (1, 2, 3)])
+    for protocol, subjects, trains in (("cs", 20, 60), ("cv", 40, 80)):
+        splits, _ = read(tmp_path, "ntu60", protocol=protocol, stage="final")
+        assert len({name[8:12] for name in splits["train"]}) == subjects
+        assert len(splits["train"]) == trains and len(splits["test"]) == 120 - trains
 
 
 @pytest.mark.parametrize(
     "source, protocol, subjects, validates",
     [
-        ("ntu60", "cs", (1, 2, 3), 2),
-        ("ntu60", "cv", (3, 5, 40), 5),
-        ("ntu60", "cv", (3, 6), 6),
-        ("smarthome", "cs", (3, 4, 5), 4),
-        ("nucla", "cs", (1, 4, 7, 10), 7),
-        ("nucla", "cv", (1, 4), 4),
+        *[("ntu60", "cs", (1, 2, 3), 2), ("ntu60", "cv", (3, 5, 40), 5), ("ntu60", "cv", (3, 6), 6)],
+        *[("smarthome", "cs", (3, 4, 5), 4), ("nucla", "cs", (1, 4, 7, 10), 7), ("nucla", "cv", (1, 4), 4)],
     ],
 )
 def test_a_subset_without_the_subject_who_validates_can_be_trained(source, protocol, subjects, validates, tmp_path):
@@ -177,8 +163,7 @@ def test_a_subset_without_the_subject_who_validates_can_be_trained(source, proto
     assert sum(map(len, splits.values())) == len(whose)
 
 
-@pytest.mark.parametrize("folders", ["classes", "flat", "one"])
-@pytest.mark.parametrize("name", ["val", "validate"])
+@pytest.mark.parametrize("folders, name", [("classes", "val"), ("flat", "validate"), ("one", "val")])
 def test_kinetics_lists(folders, name, tmp_path):
     videos, lists = tmp_path / "videos", tmp_path / "lists"
     lists.mkdir()
@@ -235,15 +220,14 @@ def test_something_something(begin, tmp_path):
         assert label == 1 - int(path.stem) % 2
     with pytest.raises(ValueError, match="would make from left to right from right to left"):
         check_config({"data": fields, "augmentation": {"horizontal_flip": 0.5}, "model": {}, "trainer": {}})
-    (lists / f"{begin}train.json").write_text(json.dumps([{"id": 1, "template": "Throwing [something]"}]))
-    with pytest.raises(ValueError, match=r"train\.json: 'Throwing something' of video 1 is no class of the labels"):
-        load_data(DataConfig(**fields))
-    (lists / f"{begin}train.json").write_text("[{")
-    with pytest.raises(ValueError, match=r"train\.json is not JSON: "):
-        load_data(DataConfig(**fields))
-    (lists / f"{begin}train.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"train\.json must hold a list, not dict"):
-        load_data(DataConfig(**fields))
+    for content, message in (
+        ('[{"id": 1, "template": "Throwing [something]"}]', ": 'Throwing something' of video 1 is no class"),
+        ("[{", " is not JSON: "),
+        ("{}", " must hold a list, not dict"),
+    ):
+        (lists / f"{begin}train.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"train\.json{message}"):
+            load_data(DataConfig(**fields))
 
 
 @pytest.mark.parametrize(
@@ -253,12 +237,7 @@ def test_something_something(begin, tmp_path):
         ("smarthome", "cs", "clip.mp4", "must be called like Cook.Cleandishes_p02_r00_v02_c03.mp4"),
         ("nucla", "cs", "a07/v01_s01_e00.avi", "must be called like a01/v01_s01_e00.avi, with an action of NUCLA"),
         ("ntu60", "cs", "S1C1P1R1A1_rgb.avi", "must be called like S001C001P001R001A001_rgb.avi"),
-        (
-            "ntu60",
-            "cs",
-            "S001C001P001R001A001_rgb.avi",
-            "no video is of train .*; subject 1, who validates, is the o",
-        ),
+        ("ntu60", "cs", "S001C001P001R001A001_rgb.avi", "no video is of train .*; subject 1, who validates, is the o"),
         ("smarthome", "cv2", "notes.txt", "no video is of train by data.protocol cv2 of smarthome"),
     ],
 )
@@ -278,10 +257,7 @@ def test_files_that_do_not_fit_are_named(source, protocol, name, message, tmp_pa
         ({"source": "nucla", "protocol": "cs", "held_out": 0}, "data.held_out=0"),
         ({"source": "nucla", "protocol": "cv", "held_out": 1}, "data.held_out=1 is for data.protocol cs"),
         ({"source": "kinetics"}, "data.lists=None must be the folder of the lists for data.source kinetics"),
-        (
-            {"source": "something_something_v2", "lists": ""},
-            "data.lists='' must be the folder of the lists for",
-        ),
+        ({"source": "something_something_v2", "lists": ""}, "data.lists='' must be the folder of the lists for"),
         ({"source": "nucla", "protocol": "cs", "lists": "x"}, "data.lists='x' is for data.source csv"),
     ],
 )

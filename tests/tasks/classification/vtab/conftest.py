@@ -1,8 +1,9 @@
-import importlib.util
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.tasks.classification.vtab.make_fixture import write_vtab
 
 FULL = Path(__file__).parents[4] / "configs" / "classification" / "vtab.yaml#deit_base-full"
 # The shipped recipe on a model of one layer for images of 8x8 pixels.
@@ -25,18 +26,9 @@ TINY = {
 
 
 @pytest.fixture(scope="session")
-def make():
-    """The script that writes the small data set."""
-    spec = importlib.util.spec_from_file_location("make_fixture", Path(__file__).with_name("make_fixture.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def data(make, tmp_path_factory):
+def data(tmp_path_factory):
     """The small data set: two tasks."""
-    return make.write_vtab(tmp_path_factory.mktemp("vtab"), ["eurosat", "kitti"])
+    return write_vtab(tmp_path_factory.mktemp("vtab"), ["eurosat", "kitti"])
 
 
 @pytest.fixture

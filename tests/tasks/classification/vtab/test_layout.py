@@ -1,5 +1,6 @@
 """The published layout, read and refused."""
 
+import itertools
 import re
 
 import numpy as np
@@ -13,6 +14,8 @@ from tasks.common.images.data import load_data
 from tasks.common.images.model import build_model
 from tasks.common.images.sources import READERS
 from tasks.common.images.vtab_tasks import LISTS, TASKS
+from tests.each import each
+from tests.tasks.classification.vtab.make_fixture import write_task, write_vtab
 
 PARTS = {
     "selection": {"train": "train800", "validation": "val200", "test": "val200"},
@@ -24,8 +27,7 @@ def config(root, task="eurosat", stage="selection"):
     return DataConfig(source="vtab", path=str(root), task=task, stage=stage)
 
 
-@pytest.mark.parametrize("stage", PARTS)
-@pytest.mark.parametrize("task", ["eurosat", "kitti"])
+@each("task, stage", itertools.product(["eurosat", "kitti"], PARTS))
 def test_each_split_is_the_list_of_the_stage(data, task, stage):
     read = load_data(config(data, task, stage))
     assert read.classes == [str(label) for label in range(TASKS[task].classes)]
@@ -37,16 +39,8 @@ def test_each_split_is_the_list_of_the_stage(data, task, stage):
         assert images.read(0).size == (8, 8) and images.read(0).mode == "RGB"
 
 
-def test_selection_looks_at_no_test_image(data):
-    splits = load_data(config(data)).splits
-    seen = {images.name(n) for images in splits.values() for n in range(len(images))}
-    final = load_data(config(data, stage="final")).splits
-    assert seen == {final["train"].name(n) for n in range(len(final["train"]))}
-    assert not seen & {final["test"].name(n) for n in range(len(final["test"]))}
-
-
-def test_the_script_writes_all_tasks(make, tmp_path):
-    root = make.write_vtab(tmp_path, list(TASKS), {"train800": 2, "val200": 1, "test": 1})
+def test_the_script_writes_all_tasks(tmp_path):
+    root = write_vtab(tmp_path, list(TASKS), {"train800": 2, "val200": 1, "test": 1})
     assert sorted(folder.name for folder in root.iterdir()) == sorted(TASKS)
     for name in TASKS:
         assert {path.stem for path in (root / name).glob("*.txt")} == set(LISTS)
@@ -54,57 +48,53 @@ def test_the_script_writes_all_tasks(make, tmp_path):
         assert len(READERS["vtab"](config(root, name)).classes) == TASKS[name].classes
 
 
-NOT_A_LINE = r"is not an image and a label"
+@pytest.fixture
+def eurosat(tmp_path):
+    """The folder of one task in `tmp_path`."""
+    return write_task(tmp_path, "eurosat")
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
-    [
-        (
-            "train800",
-            "3.jpg 3\n",
-            "3.jpg 10\n",
-            r"train800.txt, line 4: label 10 must be below the 10 classes of eurosat",
-        ),
-        ("train800", "3.jpg 3\n", "3.jpg -1\n", rf"line 4: 'images/train800/000003.jpg -1' {NOT_A_LINE}"),
-        ("train800", "3.jpg 3\n", "3.jpg 03\n", rf"line 4: 'images/train800/000003.jpg 03' {NOT_A_LINE}"),
-        ("train800", "3.jpg 3\n", "3.jpg\n", rf"line 4: 'images/train800/000003.jpg' {NOT_A_LINE}"),
-        ("train800", "3.jpg 3\n", "3.jpg three\n", rf"line 4: .* {NOT_A_LINE}"),
-        ("train800", "3.jpg 3\n", "3.jpg ³\n", rf"line 4: .* {NOT_A_LINE}"),
-        ("train800", "3.jpg 3\n", "3.jpg 3\n\n", rf"line 5: '' {NOT_A_LINE} \(1 of 33 lines are bad\)"),
-        ("val200", "000032.jpg", "none.jpg", r"val200.txt, line 1: .*images/val200/none.jpg does not exist \(1 of 20"),
-    ],
+BAD_LINES = (
+    ("3.jpg 10\n", "train800.txt, line 4: label 10 must be below the 10 classes of eurosat"),
+    ("3.jpg -1\n", "line 4: 'images/train800/000003.jpg -1' is not an image and a label"),
+    ("3.jpg 03\n", "line 4: 'images/train800/000003.jpg 03' is not an image and a label"),
+    ("3.jpg\n", "line 4: 'images/train800/000003.jpg' is not an image and a label"),
+    ("3.jpg three\n", "line 4: .* is not an image and a label"),
+    ("3.jpg ³\n", "line 4: .* is not an image and a label"),
+    ("3.jpg 3\n\n", r"line 5: '' is not an image and a label \(1 of 33 lines are bad\)"),
+    ("none.jpg 3\n", r"line 4: .*images/train800/00000none.jpg does not exist \(1 of 32"),
 )
-def test_a_bad_line_is_named_with_its_list_and_number(make, tmp_path, name, old, new, message):
-    path = make.write_task(tmp_path, "eurosat") / f"{name}.txt"
+
+
+@each("line, message", BAD_LINES)
+def test_a_bad_line_is_named_with_its_list_and_number(eurosat, tmp_path, line, message):
+    path = eurosat / "train800.txt"
     content = path.read_text()
-    assert old in content
-    path.write_text(content.replace(old, new, 1), encoding="utf-8")
+    assert "3.jpg 3\n" in content
+    path.write_text(content.replace("3.jpg 3\n", line, 1), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         READERS["vtab"](config(tmp_path))
+    path.write_text(content, encoding="utf-8")
 
 
-def test_an_image_that_is_gone_is_named(make, tmp_path):
-    folder = make.write_task(tmp_path, "eurosat")
-    (folder / "images" / "test" / "000060.jpg").unlink()
+def test_an_image_that_is_gone_is_named(eurosat, tmp_path):
+    (eurosat / "images" / "test" / "000060.jpg").unlink()
     READERS["vtab"](config(tmp_path))  # not of this stage
     with pytest.raises(ValueError, match=r"test.txt, line 9: .*000060.jpg does not exist \(1 of 30 lines are bad\)"):
         READERS["vtab"](config(tmp_path, stage="final"))
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_a_missing_list_is_named(make, tmp_path, name):
-    (make.write_task(tmp_path, "eurosat") / f"{name}.txt").unlink()
-    with pytest.raises(OSError, match=rf"eurosat has no list {name}.txt"):
-        READERS["vtab"](config(tmp_path))
-
-
-def test_an_empty_list_and_one_that_is_no_text_are_named(make, tmp_path):
-    folder = make.write_task(tmp_path, "eurosat")
-    (folder / "val200.txt").write_text("")
+def test_a_list_that_is_missing_empty_or_no_text_is_named(eurosat, tmp_path):
+    for name in LISTS:
+        path = eurosat / f"{name}.txt"
+        path.rename(tmp_path / "kept")
+        with pytest.raises(OSError, match=rf"eurosat has no list {name}.txt"):
+            READERS["vtab"](config(tmp_path))
+        (tmp_path / "kept").rename(path)
+    (eurosat / "val200.txt").write_text("")
     with pytest.raises(ValueError, match=r"val200.txt lists no images"):
         READERS["vtab"](config(tmp_path))
-    (folder / "val200.txt").write_bytes(b"\xff\xd8")
+    (eurosat / "val200.txt").write_bytes(b"\xff\xd8")
     with pytest.raises(ValueError, match=r"val200.txt is not text in UTF-8"):
         READERS["vtab"](config(tmp_path))
 
@@ -116,24 +106,19 @@ def test_a_missing_folder_is_named(tmp_path):
         READERS["vtab"](config(tmp_path / "none"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"task": "eurosta", "stage": "final"}, r"data.task='eurosta' must be one of cifar, .*, smallnorb_ele$"),
         ({"task": "eurosat", "stage": "test"}, r"data.stage='test' must be one of selection, final$"),
         ({"source": "csv", "task": "eurosat"}, r"data.task='eurosat' is for data.source vtab, not csv"),
+        ({"stage": "final"}, r"data.source='vtab' needs data.task, one of cifar"),
+        ({"task": "eurosat"}, r"data.source='vtab' needs data.stage, one of selection"),
     ],
 )
-def test_bad_values_are_refused(options, message):
+def test_bad_values_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        DataConfig(**{"source": "vtab", "path": "x", **options})
-
-
-@pytest.mark.parametrize(("missing", "known"), [("task", "cifar"), ("stage", "selection")])
-def test_task_and_stage_are_needed_to_read(tmp_path, missing, known):
-    options = {"source": "vtab", "path": str(tmp_path), "task": "eurosat", "stage": "final", missing: None}
-    with pytest.raises(ValueError, match=rf"data.source='vtab' needs data.{missing}, one of {known}"):
-        READERS["vtab"](DataConfig(**options))
+        READERS["vtab"](DataConfig(**{"source": "vtab", "path": str(tmp_path), **options}))
 
 
 # ---- the new classifier ---------------------------------------------------------------------------------------------
@@ -177,7 +162,7 @@ def test_a_classifier_may_start_at_zero():
     assert weight.eq(0).all() and weight.requires_grad
 
 
-@pytest.mark.parametrize("std", [-1, "small", True, float("nan")])
+@each("std", [-1, "small", True, float("nan")])
 def test_a_bad_deviation_is_refused(std):
     with pytest.raises(ValueError, match=r"model.classifier_init_std=.* must be a number of 0 or more"):
         check_config({"model": {**MODEL, "classifier_init_std": std}})

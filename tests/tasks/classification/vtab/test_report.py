@@ -9,6 +9,7 @@ import pytest
 
 from tasks.classification.vtab import report
 from tasks.common.images.vtab_tasks import GROUPS, TASKS
+from tests.each import each
 
 # VIOLIN's printed VTAB-1K accuracies: Tables 19 to 21 by task, in its columns ("SN Ere" is smallNORB's elevation), and
 # Tables 3 and 18 by group; of LoRA and DoRA Table 4 has the average alone.
@@ -39,7 +40,7 @@ def test_the_tasks_are_the_papers_columns_in_its_order_with_the_published_classe
     assert {name: task.classes for name, task in TASKS.items()} == CLASSES and len(PRINTED_ROWS) == 27
 
 
-@pytest.mark.parametrize("model", PRINTED_ROWS)
+@each("model", PRINTED_ROWS)
 def test_group_means_and_average_are_those_of_the_paper(model):
     natural, specialized, structured, average = PRINTED_ROWS[model][:SUMMARIES]
     found = report.means(by_task(model))
@@ -48,11 +49,8 @@ def test_group_means_and_average_are_those_of_the_paper(model):
         return
     if model in DIVIDED_BY_SIX:
         natural = natural * 6 / 7
-    assert list(found) == [*GROUPS, "Avg."]
-    assert found["Natural"] == pytest.approx(natural, abs=PRINTED)
-    assert found["Specialized"] == pytest.approx(specialized, abs=PRINTED)
-    assert found["Structured"] == pytest.approx(structured, abs=PRINTED)
-    assert found["Avg."] == pytest.approx(average, abs=PRINTED)
+    printed = [pytest.approx(value, abs=PRINTED) for value in (natural, specialized, structured, average)]
+    assert found == dict(zip([*GROUPS, "Avg."], printed, strict=True))
     # The mean of the three groups is another number.
     assert abs(np.mean([found[group] for group in GROUPS]) - average) > 1
 

@@ -21,6 +21,7 @@ from tasks.common.images.config import DataConfig, Decoding
 from tasks.common.images.data import load_data
 from tasks.common.images.sources import READERS, decode, drop_corrupt, stream_data
 from tasks.common.results import write_results
+from tests.each import each
 
 Image.new("RGB", (8, 8)).save(png := io.BytesIO(), "PNG")
 PNG = png.getvalue()
@@ -63,16 +64,16 @@ def test_what_systems_leave_in_folders_is_no_data(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize("ending", [*ENDINGS, ".PNG", ".Jpg", ".JFIF", ".AVIF"])
+@each("ending", [*ENDINGS, ".PNG", ".Jpg", ".JFIF", ".AVIF"])
 def test_every_ending_is_read_in_any_case(ending, tmp_path):
     formats = {".jfif": "JPEG", ".jpe": "JPEG", ".pgm": "PPM", ".pbm": "PPM", ".tif": "TIFF"}
     Image.init()
     kind = formats.get(ending.lower()) or Image.EXTENSION[ending.lower()]
-    class_folders(tmp_path)
+    class_folders(root := tmp_path / ending[1:])
     mode = {".pgm": "L", ".pbm": "1"}.get(ending.lower(), "RGB")
     level = 255 if mode == "1" else 200
-    Image.new("RGB", (8, 8), (level, level, level)).convert(mode).save(tmp_path / "cat" / f"more{ending}", kind)
-    data = read(tmp_path)
+    Image.new("RGB", (8, 8), (level, level, level)).convert(mode).save(root / "cat" / f"more{ending}", kind)
+    data = read(root)
     assert len(data.splits["train"]) == 7 and data.passed_over.line() is None
     names = [Path(data.splits["train"].name(index)).name for index in range(7)]
     pixels = np.asarray(data.splits["train"].read(names.index(f"more{ending}")))
@@ -87,24 +88,20 @@ def test_names_that_are_no_utf8_are_printed_in_one_line():
     assert "\n" not in line and line.encode() and r"\udcff" in line and r"\n" in line
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        *(("Training", "Testing"), ("Train", "Test"), ("seg_train", "seg_test"), ("TRAIN", "TEST")),
-        *(("train", "Val", "test"), ("Training", "Valid", "Testing")),
-    ],
-)
-def test_splits_are_known_by_their_usual_names(names, tmp_path):
+@each("text", ["Training Testing", "Train Test", "seg_train seg_test", "TRAIN TEST", "train Val test",
+               "Training Valid Testing"])  # fmt: skip
+def test_splits_are_known_by_their_usual_names(text, tmp_path):
+    names, root = text.split(), tmp_path / text
     for name in names:
-        class_folders(tmp_path / name, 1 + names.index(name))
-    class_folders(tmp_path / "sketches")
-    data = read(tmp_path)
+        class_folders(root / name, 1 + names.index(name))
+    class_folders(root / "sketches")
+    data = read(root)
     ours = ("train", "validation", "test") if len(names) == 3 else ("train", "test")
     assert {split: len(images) for split, images in data.splits.items()} == {
         split: 2 * (1 + number) for number, split in enumerate(ours)
     }
     assert data.classes == ["cat", "dog"]
-    assert data.passed_over.line() == f"left out: 1 folder of no split ({tmp_path / 'sketches'})"
+    assert data.passed_over.line() == f"left out: 1 folder of no split ({root / 'sketches'})"
 
 
 def test_a_split_that_lies_in_a_folder_of_its_own_name(tmp_path):
@@ -137,22 +134,23 @@ def test_a_run_is_told_where_each_split_comes_from(tmp_path):
     assert data.passed_over.line() == f"left out: 1 table of no split ({tmp_path / 'tables' / 'more.csv'})"
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
+@each(
+    "text, message",
     [
-        (("train", "val", "valid"), "data.splits is needed, 'val' and 'valid' are both for validation"),
-        (("Train", "training"), "data.splits is needed, 'Train' and 'training' are both for train"),
-        (("train", "eval"), "data.splits is needed, 'eval' may be for validation or for the test"),
-        (("Testing", "val"), "has no training split named train or training, only Testing, val"),
+        ("train val valid", "data.splits is needed, 'val' and 'valid' are both for validation"),
+        ("Train training", "data.splits is needed, 'Train' and 'training' are both for train"),
+        ("train eval", "data.splits is needed, 'eval' may be for validation or for the test"),
+        ("Testing val", "has no training split named train or training, only Testing, val"),
     ],
 )
-def test_splits_that_are_not_clear_are_refused(names, message, tmp_path):
-    for name in names:
-        class_folders(tmp_path / name)
+def test_splits_that_are_not_clear_are_refused(text, message, tmp_path):
+    root = tmp_path / text
+    for name in text.split():
+        class_folders(root / name)
     with pytest.raises(ValueError, match=re.escape(message)):
-        read(tmp_path)
-    if "eval" in names:
-        assert set(read(tmp_path, splits={"train": "train", "test": "eval"}).splits) == {"train", "test"}
+        read(root)
+    if "eval" in text:
+        assert set(read(root, splits={"train": "train", "test": "eval"}).splits) == {"train", "test"}
 
 
 def test_files_and_classes_whose_names_are_no_utf8(tmp_path, capsys):
@@ -230,7 +228,7 @@ def readers():
         yield "mm", lambda path: import_module("tasks.common.mm.reading").read_image(path)[..., ::-1]
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@each("name", IMAGES)
 @pytest.mark.filterwarnings("error:Palette")
 def test_every_task_reads_the_same_colours(name, tmp_path):
     make, options, expected = IMAGES[name]
@@ -239,8 +237,8 @@ def test_every_task_reads_the_same_colours(name, tmp_path):
         np.testing.assert_array_equal(np.asarray(read_file(str(tmp_path / name))), expected, task)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
+@each(
+    "values, message",
     [
         (DEEP.astype(np.float32), "floating-point pixels have no known range; save 8-bit or 16-bit images"),
         (DEEP.astype(np.int32) * 2, "pixels from 0 to 131040 are not of 16 bits, 0 to 65535"),
@@ -277,25 +275,14 @@ def table(tmp_path, rows, header="image,label"):
     return file
 
 
-def test_labels_are_numbers_only_as_numbers_are_written(tmp_path):
-    """ "007" and "7" were one class."""
-    rows = [f"{number}.png,{label}" for number, label in enumerate(["7", "007", "10", "9"])]
-    assert read(table(tmp_path, rows), "csv").classes == ["007", "10", "7", "9"]
-    rows = [f"{number}.png,{label}" for number, label in enumerate(["7", "-1", "10", "0"])]
-    assert read(table(tmp_path, rows), "csv").classes == ["-1", "0", "7", "10"]
-    rows = [f"{number}.png,{label}" for number, label in enumerate(["--1", "7", "10"])]
-    assert read(table(tmp_path, rows), "csv").classes == ["--1", "10", "7"]
-
-
-@pytest.mark.parametrize("names", [("train", "val", "test"), ("Training", "dev", "Testing")])
-def test_a_column_of_splits_is_used(names, tmp_path):
+@each("text", ["train val test", "Training dev Testing"])
+def test_a_column_of_splits_is_used(text, tmp_path):
+    names = text.split()
     splits = [names[0]] * 4 + [names[1]] * 2 + [names[2]] * 3
     rows = [f"{number}.png,{'ab'[number % 2]},{split}" for number, split in enumerate(splits)]
     data = read(table(tmp_path, rows, "image,label,Split"), "csv")
     assert data.origins["validation"] == f"rows of split {names[1]}"
-    found = {
-        split: [Path(images.name(index)).stem for index in range(len(images))] for split, images in data.splits.items()
-    }
+    found = {split: [Path(images.name(n)).stem for n in range(len(images))] for split, images in data.splits.items()}
     assert found == {"train": list("0123"), "validation": list("45"), "test": list("678")}
     assert [data.classes[label] for label in data.splits["test"].labels] == ["a", "b", "a"]
 
@@ -318,8 +305,8 @@ def write_labels(root: Path, labels: list[str]) -> Path:
     return root / "labels.csv"
 
 
-@pytest.mark.parametrize(
-    ("labels", "classes", "said"),
+@each(
+    "labels, classes, said",
     [
         (["10", "2", "-1"], ["-1", "2", "10"], None),
         (["7", "007", "10"], ["007", "10", "7"], "line 4: label '007'"),
@@ -339,7 +326,7 @@ def test_labels_are_numbers_only_as_python_writes_them(labels, classes, said, tm
     assert not capsys.readouterr().out  # a list of classes says it
 
 
-@pytest.mark.parametrize("value", ["nan", "NaN", "<NA>"])
+@each("value", ["nan", "NaN", "<NA>"])
 def test_no_class_is_made_from_a_missing_value(value, tmp_path):
     table = write_labels(tmp_path, ["a", value, "b"])
     with pytest.raises(ValueError, match=rf"labels.csv, line 4: the label is missing, it is '{value}'$"):

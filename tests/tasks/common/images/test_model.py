@@ -1,6 +1,5 @@
 """Models of a configuration: where their first weights come from."""
 
-import pytest
 import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
@@ -10,6 +9,7 @@ from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.predictor import PREDICTORS
 from tasks.common.images.model import build_model
 from tasks.pretraining.task import build_backbone
+from tests.each import each
 
 MODEL = {
     **{"image_size": 8, "patch_size": 2, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3},
@@ -31,7 +31,7 @@ def built(seed, prior, make=lambda model: build_model(model, CLASSES)):
     return model.state_dict(), torch.get_rng_state()
 
 
-@pytest.mark.parametrize("part", PARTS)
+@each("part", PARTS)
 def test_every_prior_starts_from_the_weights_of_one_dense_model(part):
     dense, own = built(1, "dense")[0], built(1, PARTS[part])[0]
     shared = [name for name in own if name in dense and own[name].shape == dense[name].shape]

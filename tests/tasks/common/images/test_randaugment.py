@@ -1,6 +1,5 @@
 """RandAugment against the published definition (timm's formulas, written out here per level) and against Pillow."""
 
-import math
 from collections import Counter
 
 import numpy as np
@@ -77,7 +76,7 @@ def test_the_operations_are_the_published_fifteen():
     assert set(OPERATIONS) == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@each("name", PUBLISHED)
 def test_an_operation_is_the_published_one_at_every_level(photo, name):
     for level in LEVELS:
         for sign in (-1.0, 1.0):
@@ -86,25 +85,6 @@ def test_an_operation_is_the_published_one_at_every_level(photo, name):
                 expected = PUBLISHED[name](photo, level, sign, increasing)
                 assert found.size == photo.size and found.mode == "RGB"
                 np.testing.assert_array_equal(np.asarray(found), np.asarray(expected), f"{level} {sign} {increasing}")
-
-
-@pytest.mark.parametrize("name", sorted({*PUBLISHED} - {"AutoContrast", "Equalize", "Invert"}))
-def test_with_inc1_effects_grow_with_the_level(photo, name):
-    for sign in (-1.0, 1.0):
-        change = [
-            np.abs(np.asarray(OPERATIONS[name](photo, share, sign, True, BICUBIC, FILL)).astype(float) - photo).mean()
-            for share in (0.1, 0.5, 1.0)
-        ]
-        assert change[0] < change[1] < change[2], sign
-    if name != "Posterize":  # keeps four bits at level 0
-        np.testing.assert_array_equal(np.asarray(OPERATIONS[name](photo, 0.0, 1.0, True, BICUBIC, FILL)), photo)
-
-
-@pytest.mark.parametrize(("increasing", "highest", "lowest"), [(True, 0, 4), (False, 4, 0)])
-def test_posterize_runs_between_four_bits_and_a_black_image(photo, increasing, highest, lowest):
-    for share, bits in ((1.0, highest), (0.0, lowest)):
-        values = np.unique(np.asarray(OPERATIONS["Posterize"](photo, share, 1.0, increasing, BICUBIC, FILL)))
-        assert len(values) <= 2**bits and values.max() <= 255 - 255 // 2**bits
 
 
 def recorded(monkeypatch, policy, number, seed=0):
@@ -156,14 +136,8 @@ def test_levels_are_gaussian_clipped_to_ten(monkeypatch, magnitude, std):
         assert stats.kstest(inside, stats.truncnorm(*bounds, loc=magnitude, scale=std).cdf).pvalue > 0.005
 
 
-def test_m15_is_the_highest_level_nearly_always(monkeypatch):
-    """Fibottention's rand-m15-n2-mstd1.0-inc1: P(N(15, 1) < 10) is 3e-7."""
-    policy = parse_policy("rand-m15-n2-mstd1.0-inc1")
-    assert {share for call in recorded(monkeypatch, policy, 500) for _, share, _ in call} == {1.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
+@each(
+    "text, policy",
     [
         ("rand-m15-n2-mstd1.0-inc1", Policy(15.0, 2, 1.0, True, 0.5)),  # Fibottention, Table 9
         ("rand-m9-mstd0.5-inc1", Policy(9.0, 2, 0.5, True, 0.5)),  # DeiT, Table 9
@@ -196,14 +170,9 @@ def test_all_randomness_comes_from_the_generator(photo):
     assert not np.array_equal(results[0], np.asarray(randaugment(photo, policy, np.random.default_rng(6), FILL)))
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])
+@each("size", [(1, 1), (1, 9), (9, 1)])
 def test_tiny_images_survive_every_operation(size):
     image = Image.new("RGB", size, (200, 10, 90))
     for name, operation in OPERATIONS.items():
         for share in (0.0, 0.5, 1.0):
             assert operation(image, share, -1.0, True, BICUBIC, FILL).size == size, name
-
-
-def test_what_a_shift_uncovers_is_filled(photo):
-    shifted = np.asarray(OPERATIONS["TranslateX"](photo, 1.0, -1.0, True, BICUBIC, FILL))
-    assert (shifted[:, : math.floor(0.45 * photo.width)] == FILL).all()

@@ -16,6 +16,7 @@ from skimage import data, measure
 
 from tasks.common.mm import photographs
 from tasks.common.mm.photographs import CLASSES, GAP, MIN_PIXELS, SOURCES, SPLITS, THINGS, main, regions
+from tests.each import each
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def folder(photos, tmp_path_factory):
     return out
 
 
-def test_two_that_find_the_folder_missing_write_it_once(folder, photos, tmp_path, monkeypatch):
+def test_two_that_find_the_folder_missing_write_it_once(photos, tmp_path, monkeypatch):
     """As runs of a comparison do that begin together."""
     written, write = [], photographs.write_split
 
@@ -43,9 +44,9 @@ def test_two_that_find_the_folder_missing_write_it_once(folder, photos, tmp_path
         time.sleep(0.3)
         return write(*arguments)
 
-    monkeypatch.setattr(photographs, "SOURCES", {name: (lambda photo=photo: photo) for name, photo in photos.items()})
+    monkeypatch.setattr(photographs, "SOURCES", {"coins": lambda: photos["coins"]})
     monkeypatch.setattr(photographs, "write_split", count)
-    settings = photographs.Settings(**json.loads((folder / "photographs.json").read_text())["settings"])
+    settings = photographs.Settings()
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda _: photographs.write_photographs(tmp_path / "out", settings), range(2)))
     assert written == list(SPLITS) and sum("complete already" in line for line in said) == 1
@@ -91,7 +92,7 @@ def test_tiles_are_what_the_photograph_shows_there(folder, photos):
         assert labels.min() >= 1 and labels.max() <= len(CLASSES) + 1
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@each("split", SPLITS)
 def test_coco_and_ade20k_say_the_same(folder, split, capsys):
     coco = COCO(str(folder / "annotations" / f"instances_{split}.json"))
     assert [category["name"] for category in coco.loadCats(coco.getCatIds())] == list(THINGS)

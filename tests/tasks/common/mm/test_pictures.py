@@ -7,6 +7,7 @@ import pytest
 
 from hf_sparseprior.analysis.pictures import pyplot
 from tasks.common.mm.pictures import draw_instances, free_place
+from tests.each import each
 
 SHAPE = (100, 120)  # height, width
 
@@ -15,8 +16,8 @@ def overlap(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-@pytest.mark.parametrize(
-    ("box", "expected"),
+@each(
+    "box, expected",
     [
         ((10, 50, 60, 90), (10, 42)),  # above it
         ((10, 5, 60, 90), (10, 5)),  # no room above: at its top

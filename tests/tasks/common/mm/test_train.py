@@ -19,6 +19,7 @@ from tasks.common import run_folder
 from tasks.common.mm import train
 from tasks.common.mm.hooks import TellLearning, has_truth, ignored_pixels
 from tasks.common.mm.runner import check_batch
+from tests.each import each
 from tests.processes import Started
 
 TESTED = {part: {"any": 1} for part in ("test_dataloader", "test_cfg", "test_evaluator")}  # which a run has to have
@@ -93,8 +94,8 @@ def test_batches_without_a_label_are_warned_of(batch, labelled, caplog):
     assert has_truth(batch.get("data_samples"), ignored_pixels(model)) is labelled
 
 
-@pytest.mark.parametrize(
-    ("size", "scales", "norm", "refused"),
+@each(
+    "size, scales, norm, refused",
     [(1, (1, 2), "BN", True), (1, (1, 2), "GN", False), (1, (2, 3), "BN", False), (2, (1, 2), "BN", False)],
 )
 def test_one_image_and_a_head_with_batch_norms_of_one_pixel(size, scales, norm, refused):

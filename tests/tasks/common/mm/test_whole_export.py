@@ -1,4 +1,7 @@
-"""Whole segmentors, models with heads of transformers, and detectors up to their maps as ONNX files."""
+"""Whole segmentors, and detectors up to their maps, as ONNX files.
+
+Heads of transformers: tests/hf_sparseprior/cli/test_exportable.py.
+"""
 
 import io
 from importlib import import_module
@@ -11,10 +14,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from torch.utils import _pytree
 
-import hf_sparseprior as sp
-from hf_sparseprior.models.heads import make_head
 from tests.tasks.detection.tiny import OVERRIDES as DETECTION
-from tests.tasks.heads.tiny import HEAD_OPTIONS
 from tests.tasks.segmentation.tiny import OVERRIDES as SEGMENTATION
 
 pytestmark = pytest.mark.slow
@@ -65,16 +65,6 @@ def check_export(model, size):
 
 def test_a_whole_segmentor():
     check_export(build("segmentation", SEGMENTATION), 32)
-
-
-@pytest.mark.parametrize("name", ["upernet", "detr"])
-def test_heads_of_transformers(name):
-    torch.manual_seed(0)
-    config = sp.SparsePriorViTConfig(
-        prior="fibottention+violin", image_size=32, patch_size=8, hidden_size=24, num_hidden_layers=4,
-        num_attention_heads=2, intermediate_size=48, initializer_range=0.2,
-    )  # fmt: skip
-    check_export(make_head(name, config, num_labels=3, **HEAD_OPTIONS[name]).eval(), 32)
 
 
 def test_a_detector_up_to_its_maps():

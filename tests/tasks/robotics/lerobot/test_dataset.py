@@ -159,8 +159,7 @@ def episodes_of(make_episode, task: str) -> list[Episode]:
     return [make_episode(100 + number, length, task) for number, length in enumerate((5, 3, 7))]
 
 
-@pytest.mark.parametrize("images", ["video", "image"])
-@pytest.mark.parametrize("task", ["lift", "pusht"])
+@pytest.mark.parametrize(("task", "images"), [("lift", "video"), ("pusht", "image")])
 def test_what_was_written_is_read(tmp_path, request, make_episode, task, images):
     """One episode a file. Noise is the worst that a video can be asked to keep; other frames differ more."""
     settings = request.getfixturevalue("pusht_settings" if task == "pusht" else "arm_settings")
@@ -186,12 +185,13 @@ def test_what_was_written_is_read(tmp_path, request, make_episode, task, images)
     assert len(demonstrations_sha256(tmp_path / "data")) == 64
 
 
-@pytest.fixture
-def both(tmp_path, arm_settings, make_episode):
-    """Our data set with images of both kinds, and lerobot's."""
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, arm_settings, make_episode):
+    """Our data set with images of both kinds."""
+    folder = tmp_path_factory.mktemp("both")
     for images in ("video", "image"):
-        write_lerobot(tmp_path / images, episodes_of(make_episode, "lift"), arm_settings, images)
-    return tmp_path / "video", tmp_path / "image"
+        write_lerobot(folder / images, episodes_of(make_episode, "lift"), arm_settings, images)
+    return folder / "video", folder / "image"
 
 
 def test_tables_have_lerobots_columns(both):

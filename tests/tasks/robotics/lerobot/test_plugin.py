@@ -125,7 +125,7 @@ def test_the_policy_acts_on_lerobots_features_as_on_the_simulators(tmp_path, mod
         policy.reset()
         expected.reset()
         first, second = (each.reset(seed=seed)[0] for each in (shown, named))
-        for _ in range(3):
+        for _ in range(2):
             torch.manual_seed(seed)
             action = policy.select_action(as_lerobot(first))
             torch.manual_seed(seed)
@@ -195,7 +195,7 @@ def test_without_lerobot_the_command_is_one_line(monkeypatch, capsys):
     assert "lerobot cannot be imported" in error and "docs/lerobot.md" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("task", GROUPS)
+@pytest.mark.parametrize("task", ["can", "pusht"])
 def test_observations_for_lerobot_pass_gymnasiums_check(task):
     pytest.importorskip("gym_pusht" if task == "pusht" else "robosuite", reason="needs make robotics")
     cameras = CAMERAS[task] if task == "pusht" or gl_library() is not None else ()
