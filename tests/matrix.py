@@ -264,7 +264,7 @@ def page(record: dict[str, Any]) -> str:
     parts = [
         "# What works with what",
         "Each cell was run, with models of a few thousand weights, by `python -m tests.matrix`: training in "
-        "transformers' Trainer changes the weights, adapters get gradients and merge, and what is compiled, exported or "
+        "transformers' Trainer changes the weights, adapters get gradients and merge, what is compiled, exported or "
         "loaded gives what the model gives. A cell that is not *yes* has the reason. What was not run is *untried*.",
         f"Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}.",
     ]

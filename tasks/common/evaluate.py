@@ -62,6 +62,7 @@ def evaluate_model(
     model = load_whole_model(folder, task.model_class)
     data = task.read_split(config, split, model, folder)
     check_classes(model, data.classes)
+    check_problem(model, data.labels)
     fill_cache(data.dataset)  # what takes long comes after what may be refused
     size = batch_size or task.eval_batch_size
     if task.measure is not None:
@@ -78,7 +79,6 @@ def evaluate_model(
         dataloader_pin_memory=torch.cuda.is_available(),
         dataloader_num_workers=config.get("trainer", {}).get("dataloader_num_workers", 0),
     )
-    check_problem(model, data.labels)
     measure = measure_of(data.labels, data.classes, data.top, data.views)
     trainer = Trainer(model=model, args=arguments, compute_metrics=measure)
     prediction = trainer.predict(data.dataset, metric_key_prefix=split)
