@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
-from hf_sparseprior.cli.image_files import PassedOver, as_text, decode_image, images_below, is_image
+from hf_sparseprior.cli.image_files import NO_IMAGE, PassedOver, as_text, decode_image, images_below, is_image
 from hf_sparseprior.cli.labelled_images import decoding
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -21,7 +21,7 @@ PATH_COLUMNS = ("path", "file", "image", "filename", "file_name", "filepath")
 
 @dataclass(frozen=True)
 class Input:
-    """An image to look at: a file, or a frame of a video.
+    """What to look at: an image's file, a frame of a video, or for models of clips a whole video.
 
     name: what tables call it. frame: number from 0 in the video; None for an image.
     """
@@ -32,9 +32,11 @@ class Input:
 
 
 def find_inputs(
-    given: Sequence[str | os.PathLike], column: str | None = None, every: int = 1
+    given: Sequence[str | os.PathLike], column: str | None = None, every: int = 1, clips: bool = False
 ) -> tuple[list[Input], PassedOver]:
     """Images of folders (and of folders in them), files, lists, tables and videos, in this order, each once.
+
+    With `clips` the same of videos, each as a whole.
 
     A folder's are in the order of their names. A list has a path in each line. Paths in lists and tables are relative
     to the file that names them.
@@ -52,18 +54,24 @@ def find_inputs(
     for place in places:
         if column is not None and not place.lower().endswith(TABLES):
             raise ValueError(f"column={column!r} is for tables ({', '.join(TABLES)}), not for {place}")
-        for own in _inputs_of(place, column, every, passed_over):
+        for own in _inputs_of(place, column, every, clips, passed_over):
             found.setdefault(own.name, own)
     if not found:
-        line = passed_over.line()
-        raise ValueError(f"{', '.join(places)}: no image there" + (f"; {line}" if line else ""))
+        line, what = passed_over.line(), "video" if clips else "image"
+        raise ValueError(f"{', '.join(places)}: no {what} there" + (f"; {line}" if line else ""))
     return list(found.values()), passed_over
 
 
-def _inputs_of(place: str, column: str | None, every: int, passed_over: PassedOver) -> Iterator[Input]:
+def is_video(name: str) -> bool:
+    """Whether a file of this name is a video, by its ending."""
+    return name.lower().endswith(VIDEOS)
+
+
+def _inputs_of(place: str, column: str | None, every: int, clips: bool, passed_over: PassedOver) -> Iterator[Input]:
     kind = os.path.splitext(place)[1].lower()
     if os.path.isdir(place):
-        yield from (Input(as_text(path), path) for path in sorted(images_below(place, passed_over)))
+        wanted = (is_video, "no video") if clips else (is_image, NO_IMAGE)
+        yield from (Input(as_text(path), path) for path in sorted(images_below(place, passed_over, *wanted)))
         return
     if not os.path.exists(place):
         raise FileNotFoundError(f"{place} does not exist; it must be a folder, an image, a list, a table or a video")
@@ -71,6 +79,12 @@ def _inputs_of(place: str, column: str | None, every: int, passed_over: PassedOv
         root = os.path.dirname(place)
         paths = _column(Path(place), column) if kind in TABLES else _lines(Path(place))
         yield from (Input(as_text(path), os.path.join(root, path)) for path in paths)
+    elif clips and kind not in VIDEOS:
+        raise ValueError(
+            f"{place} must be a video ({', '.join(VIDEOS)}), or a folder, list or table of videos, for a model of clips"
+        )
+    elif clips:
+        yield Input(as_text(place), place)
     elif kind in VIDEOS:
         yield from (Input(f"{as_text(place)}#{frame}", place, frame) for frame in range(0, _frames(place), every))
     elif is_image(place):
@@ -150,23 +164,45 @@ def _decoded(place: str) -> Iterator[Any]:
         raise OSError(f"{place} is not a readable video ({error})") from None
 
 
+def _as_image(frame: Any) -> Any:
+    """A frame as Pillow's image, turned as its file says; both count degrees counterclockwise."""
+    image, degrees = frame.to_image(), getattr(frame, "rotation", 0)
+    return image.rotate(degrees, expand=True) if degrees else image
+
+
+def clip_frames(total: int, num_frames: int, every: int | None) -> list[int]:
+    """Which frames of a video of `total` are a clip of `num_frames`.
+
+    With `every` that many apart, around the middle of the video, whose first and last frame stand for those outside;
+    otherwise the middle ones of as many equal parts of the video (Wang et al. 2016, Section 3.1).
+    """
+    if every is None:
+        return [min(int((number + 0.5) * total / num_frames), total - 1) for number in range(num_frames)]
+    start = (total - 1 - (num_frames - 1) * every) / 2
+    return [min(max(int(start + number * every + 0.5), 0), total - 1) for number in range(num_frames)]
+
+
 class Reader:
-    """Reads inputs as 8-bit RGB (PIL). Frames of one video are to be asked for in their order.
+    """Reads inputs as 8-bit RGB (PIL), videos as lists of frames. Frames of one video are to be asked for in order.
 
     Args:
         processor: of the model, whose settings `exif` and `depth16` say how files are decoded.
+        num_frames: of a clip, for models of clips; every: see `clip_frames`.
     """
 
-    def __init__(self, processor: Any = None) -> None:
+    def __init__(self, processor: Any = None, num_frames: int | None = None, every: int | None = None) -> None:
         self.settings = decoding(processor)
+        self.num_frames, self.every = num_frames, every
         self._video: tuple[str, Iterator[Any], int] | None = None
 
     def __call__(self, wanted: Input) -> Any:
-        """An image.
+        """An image, or a list of a clip's frames.
 
         Raises:
             OSError, ValueError: as `decode_image`.
         """
+        if self.num_frames is not None:
+            return self._clip(wanted.file, self.num_frames)
         if wanted.frame is None:
             return decode_image(wanted.file, wanted.name, **self.settings)
         if self._video is None or self._video[0] != wanted.file or self._video[2] > wanted.frame:
@@ -176,5 +212,19 @@ class Reader:
             at += 1
             if at > wanted.frame:
                 self._video = (place, frames, at)
-                return frame.to_image()
+                return _as_image(frame)
         raise OSError(f"{wanted.name}: the video has {at} frames")
+
+    def _clip(self, place: str, num_frames: int) -> list[Any]:
+        if not os.path.isfile(place):
+            raise OSError(f"{place} does not exist")
+        if not (total := _frames(place)):
+            raise OSError(f"{place} holds no frames")
+        numbers = clip_frames(total, num_frames, self.every)
+        found = {}
+        for number, frame in enumerate(_decoded(place)):
+            if number in numbers:
+                found[number] = _as_image(frame)
+            if number >= numbers[-1]:
+                break
+        return [found[number] for number in numbers]

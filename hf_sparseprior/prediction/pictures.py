@@ -103,7 +103,9 @@ def draw_sheet(rows: Sequence[Mapping[str, Any]], inputs: Mapping[str, Input], r
 
     def tile(row: Mapping[str, Any]) -> Tile:
         text = f"{row['labels'][0]} {100 * row['probabilities'][0]:.1f} %"
-        return Tile(read(inputs[row["path"]]), text, Path(row["path"]).name[-26:])
+        image = read(inputs[row["path"]])
+        middle = image[len(image) // 2] if isinstance(image, list) else image  # of a clip
+        return Tile(middle, text, Path(row["path"]).name[-26:])
 
     halves = {"surest": order[:EACH], "least sure": order[::-1][:EACH]}
     draw_tiles({title: [tile(row) for row in own] for title, own in halves.items()}, out)

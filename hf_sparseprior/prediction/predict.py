@@ -87,14 +87,16 @@ def predict(
     Args:
         model: folder of a training run, of a saved model of ours or of transformers, of an adapter, or of an exported
             file; a name on the hub; or a model of ours, of transformers or of timm.
-        images: folders, image files, lists (.txt), tables (.csv, .tsv, .parquet) and videos, one or several.
+        images: folders, image files, lists (.txt), tables (.csv, .tsv, .parquet) and videos, one or several. For a
+            model of clips videos alone, a row each.
         out: new file: .csv, .jsonl or .parquet of a classifier, .npz or .parquet with `features`, .json of a detector;
             a new folder of a segmentor.
         top: how many labels of an image a classifier gives, the most probable first; default 5.
         features: "pooled" (images, dim) or "patches" (images, patches, dim) float32, in place of what a head finds.
         threshold: least score of an object that a detector gives; default 0.5.
         column: of a table's paths; default its column path, file, image, filename or file_name.
-        every: of a video each so many frames; default all.
+        every: of a video each so many frames; default all. For a model of clips, how many frames those of a clip are
+            apart; default a clip spans its video.
         batch: images at once; default as many as fit the memory, at most 16 on a CPU and 64 on a GPU.
         device: default a GPU if there is one.
         processor: an image processor of transformers or a folder that has one; default the model's.
@@ -117,10 +119,11 @@ def predict(
         if new is not None:
             check_new(Path(new))
     given = [images] if isinstance(images, (str, os.PathLike)) else list(images)
-    inputs, passed_over = find_inputs(given, column, every or 1)
-    if every is not None and all(own.frame is None for own in inputs):
-        raise ValueError(f"every={every} is for videos, and there is none")
     predictor = load_predictor(model, processor, features, device)
+    clips = predictor.num_frames is not None
+    inputs, passed_over = find_inputs(given, column, every or 1, clips)
+    if every is not None and not clips and all(own.frame is None for own in inputs):
+        raise ValueError(f"every={every} is for videos, and there is none")
     _check_out(predictor, out, options, sheet, overlay)
     partial = out.with_name(out.name + ".partial")
     with _begun(partial, predictor, options) as (log, done):
@@ -129,7 +132,7 @@ def predict(
         wanted, left_out = _in_order(inputs, partial / LOG)
         lines = write_rows(predictor, wanted, out, partial, features)
         if sheet is not None:
-            draw_sheet(wanted, {own.name: own for own in inputs}, Reader(predictor.processor), Path(sheet))
+            draw_sheet(wanted, {own.name: own for own in inputs}, _reader(predictor, options), Path(sheet))
             lines.append(f"{sheet}: the images that it is surest and least sure of")
         if overlay is not None:
             _write_overlay(wanted, partial / OVERLAY, Path(overlay))
@@ -199,7 +202,8 @@ def _begun(folder: Path, predictor: Predictor, options: Options) -> Iterator[tup
     folder.mkdir(exist_ok=True)
     path = folder / LOG
     head = {"model": predictor.digest, "processor": _settings(predictor.processor), "kind": predictor.kind}
-    head |= {name: getattr(options, name) for name in ("top", "features", "threshold", "overlay")}
+    named = ("top", "features", "threshold", "overlay", *(["every"] if predictor.num_frames is not None else []))
+    head |= {name: getattr(options, name) for name in named}
     with path.open("a+b") as log:
         _lock(log, folder)
         log.seek(0)
@@ -280,10 +284,14 @@ def _free_bytes(device: str) -> int | None:
     return None
 
 
+def _reader(predictor: Predictor, options: Options) -> Reader:
+    return Reader(predictor.processor, predictor.num_frames, options.every)
+
+
 def _look(predictor: Predictor, inputs: list[Input], options: Options, folder: Path, log: Any, total: int) -> None:
     """Write a row for each input, in batches; the next batch is read meanwhile."""
     size = options.batch or batch_size(predictor)
-    read = Reader(predictor.processor)
+    read = _reader(predictor, options)
     arrays = folder / ARRAYS
     progress = _Progress(total, total - len(inputs))
     with ThreadPoolExecutor(1) as pool:

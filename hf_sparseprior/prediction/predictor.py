@@ -22,7 +22,7 @@ class Predictor:
     title: for messages. digest: of its weights. kind: what it finds. labels: names of classes; None if they have none.
     call: from pixels (B, C, height, width) to tensors by name. processor: of transformers. one_class: whether an image
     has one class; with several each has a probability of its own. per_image: bytes that a call needs for an image,
-    about. device: where it runs.
+    about. device: where it runs. num_frames: of a clip, for models of clips.
     """
 
     title: str
@@ -35,9 +35,10 @@ class Predictor:
     one_class: bool = True
     per_image: int = 0
     device: str = "cpu"
+    num_frames: int | None = None
 
     def prepare(self, images: Sequence[Any]) -> Tensor:
-        """Pillow's images as the model takes them, float32 (B, C, height, width)."""
+        """Pillow's images as the model takes them, float32 (B, C, height, width), or clips (B, F, C, height, width)."""
         return pixel_values(images, self.processor, self.num_channels)
 
     def found(self, images: Sequence[Any]) -> dict[str, Tensor]:

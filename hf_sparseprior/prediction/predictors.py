@@ -132,6 +132,7 @@ def _of_file(folder: Path, device: Any) -> Predictor:
         call=call,
         processor=load_image_processor(folder),
         num_channels=shape[-3],
+        num_frames=shape[0] if len(shape) == 4 else None,
         one_class=about.get("problem_type") != "multi_label_classification",
     )
 
@@ -144,8 +145,8 @@ def _of_model(model: Any, processor: Any, features: str | None, device: Any, sou
     exported = Exportable(model, stock_sides(model, saved))
     if exported.num_channels not in (1, 3):
         raise ValueError(f"{exported.title} takes {exported.num_channels} channels, and image files have 1 or 3")
-    if exported.num_frames is not None:
-        raise ValueError(f"{exported.title} takes clips, and predict looks at images")
+    if exported.num_frames is not None and features == "patches":
+        raise ValueError(f"features='patches' is for images, and {exported.title} takes clips")
     settings = fitted_processor(saved, exported)
     if settings is None:
         where = source or "the model"
@@ -172,8 +173,9 @@ def _of_model(model: Any, processor: Any, features: str | None, device: Any, sou
         processor=images,
         num_channels=exported.num_channels,
         one_class=problem != "multi_label_classification",
-        per_image=_bytes_per_image(exported),
+        per_image=_bytes_per_image(exported) * (exported.num_frames or 1),
         device=place.type,
+        num_frames=exported.num_frames,
     )
 
 
