@@ -60,7 +60,10 @@ def _write_table(predictor: Predictor, rows: Sequence[dict[str, Any]], path: Pat
         writer = csv.writer(file)
         if predictor.kind == "numbers":
             count = len(rows[0]["values"])
-            writer.writerow(["path", *(["value"] if count == 1 else [f"value_{place}" for place in range(count)])])
+            names = predictor.labels or []
+            if len(names) != count or names[0].startswith("LABEL_"):  # transformers' names for what has none
+                names = ["value"] if count == 1 else [f"value_{place}" for place in range(count)]
+            writer.writerow(["path", *names])
             writer.writerows([row["path"], *row["values"]] for row in rows)
             return
         count = len(rows[0]["labels"])

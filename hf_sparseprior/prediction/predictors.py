@@ -168,7 +168,7 @@ def _of_model(model: Any, processor: Any, features: str | None, device: Any, sou
         title=exported.title,
         digest=_digest(exported.model),
         kind=kind,
-        labels=exported.labels if kind in ("classes", "pixels", "objects") else None,
+        labels=exported.labels if kind != "features" else None,
         call=call,
         processor=images,
         num_channels=exported.num_channels,

@@ -79,8 +79,8 @@ def test_each_video_is_a_row(every, saved, videos, tmp_path):
         numbers = CHOSEN[every][len(frames)]
         assert inputs.clip_frames(len(frames), 4, every) == numbers
         shares, labels = expected(saved, frames, numbers)
-        assert row["label_1"] == saved[1].config.id2label[int(labels[0])]
-        assert float(row["probability_1"]) == pytest.approx(float(shares[0]), abs=1e-5)
+        assert row["label"] == saved[1].config.id2label[int(labels[0])]
+        assert float(row["probability"]) == pytest.approx(float(shares[0]), abs=1e-5)
     assert sheet is None or np.asarray(Image.open(sheet)).std() > 20
 
 
