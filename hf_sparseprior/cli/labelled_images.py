@@ -68,7 +68,7 @@ def decoding(processor: Any) -> dict[str, str]:
 
 
 def pixel_values(images: Iterable[Any], processor: Any, num_channels: int) -> Tensor:
-    """Pillow's images as a model takes them, (B, C, height, width) float32; clips are lists, (B, F, C, height, width)."""
+    """Pillow's images as a model takes them, float32 (B, C, height, width); of lists of frames (B, F, C, ...)."""
     mode = "RGB" if num_channels == 3 else "L"
     given = [[frame.convert(mode) for frame in own] if isinstance(own, list) else own.convert(mode) for own in images]
     return torch.as_tensor(np.asarray(processor(given, return_tensors="np")["pixel_values"], dtype=np.float32))
