@@ -287,6 +287,11 @@ def page(record: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def recorded() -> dict[str, Any]:
+    """The record."""
+    return json.loads(RECORD.read_text()) if RECORD.is_file() else {"cells": {}}
+
+
 def write(record: dict[str, Any]) -> None:
     """Record and page."""
     write_text(RECORD, json.dumps(record, indent=1) + "\n")
@@ -298,7 +303,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in argv if name not in WAYS]:
         print(f"{unknown[0]} must be one of {', '.join(WAYS)}", file=sys.stderr)
         return 2
-    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"cells": {}}
+    record = recorded()
     versions = environment()["versions"]
     record["versions"] = {name: versions[name] for name in VERSIONS if name in versions}
     wanted = [cell for cell in cells() if cell[2] in argv or (not argv and key(*cell) not in record["cells"])]

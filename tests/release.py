@@ -13,6 +13,7 @@ wheel: wheel and sdist are built; the wheel asks for no newer system than its na
 programs: exported files with the operators give what their models gave in ONNX Runtime 1.17.3 and in the newest one,
     two sessions at once, too; a package of AOTInductor does so from C++.
 route: the five commands of docs/export.md from photos to a server, whose answer comes.
+matrix: every cell of docs/what-works.md is run anew, and what works there still works.
 arm: the kernels' arithmetic, compiled for 64-bit ARM and run in an emulator, gives what it gives here, and a wheel for
     that processor is built (Debian: g++-aarch64-linux-gnu, qemu-user-static).
 kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
@@ -423,6 +424,17 @@ def route() -> None:
         say(line)
 
 
+def matrix() -> None:
+    """All cells of docs/what-works.md; record and page are written anew."""
+    from tests import matrix
+
+    before = matrix.recorded()["cells"]
+    matrix.main(list(matrix.WAYS))
+    now = matrix.recorded()["cells"]
+    lost = [name for name, found in before.items() if found == "yes" != now[name]]
+    assert not lost, f"{lost[0]}: {now[lost[0]]} ({len(lost)} cells)"
+
+
 def lowest() -> list[str]:
     """The lowest versions of torch, transformers and peft that pyproject.toml allows, as requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -519,6 +531,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "sdist": sdist,
         "programs": programs,
         "route": route,
+        "matrix": matrix,
         "arm": arm,
         "kernels": kernels,
         "minimum": minimum,
