@@ -235,6 +235,13 @@ def test_each_layout_has_a_plan():
     assert layer.plan((4, 4)) is in_raster and layer.plan((4, 4), layout="hilbert") is in_order
 
 
+def test_layers_shuffle_the_supports():
+    first, second = (make_layer("fibottention", layer_idx=index) for index in (0, 1))
+    offsets = [layer.plan((4, 4), 1).offsets for layer in (first, second)]
+    assert sorted(offsets[0]) == sorted(offsets[1]) and offsets[0] != offsets[1]
+    assert not torch.equal(first(tokens(), (4, 4), 1)[0], second(tokens(), (4, 4), 1)[0])
+
+
 def test_layers_share_no_plans():
     first, second = make_layer(), make_layer()
     first(tokens(), (4, 4), 1)
