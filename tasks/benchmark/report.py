@@ -338,6 +338,8 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path, heading: str) ->
         figsize=(4.2 * columns + 0.8, 3.6 * lines + 1.4),
         **{"layout": "constrained", "squeeze": False, "sharex": True},
     )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     styles = line_styles(benchmark, rows)
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes.flat, panels, strict=False):
