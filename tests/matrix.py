@@ -52,14 +52,20 @@ KINDS: dict[str, Any] = {
     "token pruning": "evit",
 }
 CLIP = {"num_frames": 2}
+SIDES = {"sparseprior_swin": 32, "sparseprior_iformer": 64}  # so that each layer has pairs to leave out; else 32
 
 
 def model_of(family: str, kind: str, which: str = "classifier") -> Any:
     """A small model in evaluation mode whose every part matters."""
-    clips = CLIP if FAMILIES[family].takes == "clips" else {}
     torch.manual_seed(0)
     labels = {"num_labels": 2} if which == "classifier" else {}
-    return scatter(getattr(FAMILIES[family], which)(small(family, prior=KINDS[kind], **clips, **labels)))
+    return scatter(getattr(FAMILIES[family], which)(config_of(family, kind, **labels)))
+
+
+def config_of(family: str, kind: str, **options: Any) -> Any:
+    """A small config."""
+    clips = CLIP if FAMILIES[family].takes == "clips" else {}
+    return small(family, prior=KINDS[kind], image_size=SIDES.get(family, 32), **clips, **options)
 
 
 def images_of(model: Any, count: int = 2) -> Tensor:
@@ -171,7 +177,7 @@ def in_mm(family: str, kind: str, folder: Path) -> None:
         raise ValueError("the family has no backbone")
     model = model_of(family, kind, "backbone")
     name = FAMILIES[family].backbone.__name__.removesuffix("Backbone")
-    settings = small(family, prior=KINDS[kind]).to_diff_dict()
+    settings = config_of(family, kind).to_diff_dict()
     fields = {key: value for key, value in settings.items() if key in FAMILIES[family].config_fields}
     built = MODELS.build({"type": name, **fields}).eval()
     built.load_state_dict(model.state_dict(), strict=False)
@@ -211,9 +217,12 @@ WAYS = {
 }
 # Beginnings of reasons, in at most six words.
 SHORT = {
-    "has a decay already": "it has a decay already",
+    "has a decay of its own": "it has a decay already",
     "drops tokens": "it drops tokens",
-    "token pruning": "it drops tokens",
+    "has the mixer": "a mixer has no pairs",
+    "for values as wide as queries": "its values are wider than queries",
+    "is for a whole image": "attention runs within windows",
+    "is part of a": "it is part of the model",
     "clips have one size": "clips have one size",
     "the family has no backbone": "the family has no backbone",
     "several sizes": "one size a batch",

@@ -287,6 +287,12 @@ class _DecayTuner:
                 f"{type(model).__name__} has a decay of its own in {decayed[0]!r}, which an adapter cannot replace; "
                 "give it a prior without a decay, or remove it with hf_sparseprior.remove_prior(model)"
             )
+        for name, module in targets.items():
+            if (mixer := module.prior["mixer"]) != "softmax":
+                raise ValueError(
+                    f"{type(model).__name__} has the mixer {mixer['name']!r} in {name!r}, which has no logits of pairs "
+                    "for a decay to multiply"
+                )
         layers = list(range(len(targets))) if peft_config.decay_layers is None else peft_config.decay_layers
         if max(layers) >= len(targets):
             raise ValueError(f"decay_layers={layers} must be below the {len(targets)} layers of {type(model).__name__}")

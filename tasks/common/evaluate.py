@@ -100,7 +100,7 @@ def evaluate_model(
 def check_problem(model: Any, labels: str) -> None:
     """Refuse labels of another kind than those that a model learned."""
     known = {problem: kind for kind, problem in PROBLEMS.items() if problem is not None}
-    learned = known.get(getattr(model.config, "problem_type", None), CLASSES)
+    learned = known.get(str(getattr(model.config, "problem_type", None)), CLASSES)
     if learned != labels:
         raise ValueError(f"data.labels={labels!r} must be {learned}, which the model learned")
 

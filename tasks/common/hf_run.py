@@ -384,8 +384,8 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
 def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and details that follow from the class of each example, or from what else its labels are."""
     if tested.labels is None:
-        report = tested.report
-        return {}, {} if report is None else {**report.details(), "warnings": report.warnings("test")}
+        other = tested.report
+        return {}, {} if other is None else {**other.details(), "warnings": other.warnings("test")}
     counts = confusion_matrix(tested.labels, tested.predicted, len(classes))
     right = pack_correct(tested.labels, tested.predicted)
     details = {
@@ -393,7 +393,8 @@ def count_classes(task: HFTask, tested: Tested, classes: Sequence[str]) -> tuple
         "test_correct": right,
         "warnings": what_was_not_learned(counts, classes, "test"),
     }
-    return named_metrics(task, "test", counts, classes, tested.report), details
+    report = tested.report if isinstance(tested.report, ClassReport) else None
+    return named_metrics(task, "test", counts, classes, report), details
 
 
 def test_classifier(prepared: Prepared, trainer: SparsePriorTrainer) -> Tested:

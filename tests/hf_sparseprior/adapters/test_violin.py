@@ -646,6 +646,12 @@ def test_layers_that_the_model_does_not_have_are_refused():
     sp.apply_prior(model, "violin")
 
 
+@pytest.mark.parametrize("mixer", ["linformer", "efficient"])
+def test_a_model_with_a_mixer_is_refused(mixer):
+    with pytest.raises(ValueError, match=f"has the mixer '{mixer}' in .* no logits of pairs"):
+        peft.get_peft_model(build("ours", prior=mixer), sp.ViolinAdapterConfig())
+
+
 def test_a_model_with_a_decay_of_its_own_is_refused():
     for model in (sp.apply_prior(build("vit"), "violin"), build("ours", prior="violin")):
         with pytest.raises(ValueError, match=r"has a decay of its own in .*, which an adapter cannot replace"):

@@ -13,6 +13,11 @@ from tasks.common.metrics import IGNORED
 CLASSES = ["cat", "dog", "a|b", "never"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def empty_pictures():
+    """They are looked at here."""
+
+
 @pytest.fixture
 def report():
     """Two hundred examples of three of four classes; two are no examples."""

@@ -10,6 +10,13 @@ from sklearn import metrics
 from tasks.common.label_reports import NumbersReport, SeveralReport, validation_measure
 
 CLASSES = ["cat", "dog", "bird", "never"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_pictures():
+    """They are looked at here."""
+
+
 GENERATOR = np.random.default_rng(1)
 LABELS = (GENERATOR.random((120, 4)) < [0.5, 0.2, 0.1, 0.0]).astype(np.float32)
 LOGITS = GENERATOR.normal(size=(120, 4)) + 1.5 * LABELS - 0.5
