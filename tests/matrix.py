@@ -169,7 +169,7 @@ def of_several_sizes(family: str, kind: str, folder: Path) -> None:
 
 def in_mm(family: str, kind: str, folder: Path) -> None:
     """The backbone that mm builds gives the feature maps of ours."""
-    from mmengine.registry import MODELS
+    from mmseg.registry import MODELS
 
     import hf_sparseprior.mm  # noqa: F401
 
@@ -225,8 +225,7 @@ SHORT = {
     "is part of a": "it is part of the model",
     "clips have one size": "clips have one size",
     "the family has no backbone": "the family has no backbone",
-    "several sizes": "one size a batch",
-    "a list": "one size a batch",
+    "pixel_values of list": "one size a batch",
 }
 
 

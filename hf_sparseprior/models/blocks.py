@@ -96,15 +96,25 @@ class DropPath(nn.Module):
         return f"rate={self.rate:.3f}"
 
 
+def check_pixels(pixel_values: Any, num_channels: int, clips: bool = False, empty: bool = False) -> None:
+    """Raise ValueError unless these are images (B, channels, height, width), or clips with frames after the batch, and
+    not `empty` in a side or in frames.
+    """
+    is_tensor = torch.is_tensor(pixel_values)
+    good = is_tensor and pixel_values.dim() == 4 + clips and pixel_values.shape[-3] == num_channels
+    if not good or not (empty or all((*pixel_values.shape[1:-3], *pixel_values.shape[-2:]))):
+        given = f"shape {tuple(pixel_values.shape)}" if is_tensor else type(pixel_values).__name__
+        wanted = f"(batch, {'frames, ' if clips else ''}{num_channels}, height, width)"
+        raise ValueError(f"pixel_values of {given} must be {wanted}")
+
+
 def patch_grid(pixel_values: Tensor, num_channels: int, patch: tuple[int, int]) -> tuple[int, int]:
     """(height, width) in patches of images (B, channels, height, width).
 
     Raises:
         ValueError: for another shape, or sides that are no multiples of the patch.
     """
-    if not torch.is_tensor(pixel_values) or pixel_values.dim() != 4 or pixel_values.shape[1] != num_channels:
-        given = f"shape {tuple(pixel_values.shape)}" if torch.is_tensor(pixel_values) else type(pixel_values).__name__
-        raise ValueError(f"pixel_values of {given} must be (batch, {num_channels}, height, width)")
+    check_pixels(pixel_values, num_channels, empty=True)
     height, width = pixel_values.shape[2:]
     if height % patch[0] or width % patch[1] or not height or not width:
         raise ValueError(

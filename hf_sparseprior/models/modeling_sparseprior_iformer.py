@@ -44,7 +44,7 @@ from hf_sparseprior.models.base_model import (
     mean_loss,
     output_options,
 )
-from hf_sparseprior.models.blocks import BatchNorm, CheckpointedLayer, DropPath, LayerScale
+from hf_sparseprior.models.blocks import BatchNorm, CheckpointedLayer, DropPath, LayerScale, check_pixels
 from hf_sparseprior.models.configuration_sparseprior_iformer import BLOCKS_OF_A_LAYER, SparsePriorIformerConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone, whole_patches
 from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
@@ -122,10 +122,7 @@ class SparsePriorIformerEmbeddings(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Turn (B, channels, height, width) into (B, C, ceil(height / 4), ceil(width / 4))."""
-        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels or not all(pixel_values.shape[2:]):
-            raise ValueError(
-                f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, {self.num_channels}, height, width)"
-            )
+        check_pixels(pixel_values, self.num_channels)
         maps = self.activation(self.reduction(pixel_values.to(self.projection.weight.dtype)))
         return self.norm(self.projection(self.activation(self.expansion(maps))))
 

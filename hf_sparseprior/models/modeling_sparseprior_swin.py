@@ -39,7 +39,7 @@ from hf_sparseprior.models.base_model import (
     mean_loss,
     output_options,
 )
-from hf_sparseprior.models.blocks import MLP, CheckpointedLayer, DropPath, masked_patches
+from hf_sparseprior.models.blocks import MLP, CheckpointedLayer, DropPath, check_pixels, masked_patches
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
 from hf_sparseprior.models.feature_maps import FeatureBackbone
 from hf_sparseprior.patterns.token_order import RASTER
@@ -89,10 +89,7 @@ class SparsePriorSwinEmbeddings(nn.Module):
 
         `bool_masked_pos` (B, H * W): patches in whose place the mask token stands.
         """
-        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels or not all(pixel_values.shape[2:]):
-            raise ValueError(
-                f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, {self.num_channels}, height, width)"
-            )
+        check_pixels(pixel_values, self.num_channels)
         height, width = pixel_values.shape[2:]
         below, right = -height % self.patch_size[0], -width % self.patch_size[1]
         if below or right:

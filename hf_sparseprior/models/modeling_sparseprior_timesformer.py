@@ -25,6 +25,7 @@ from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import DEFAULT_OPTIONS, CallOptions, reorder
 from hf_sparseprior.base.families import VIT_NAMES, Family, ProjectionNames, register_family
 from hf_sparseprior.models.base_model import check_keywords, output_options, refuse_symbols
+from hf_sparseprior.models.blocks import check_pixels
 from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig
 from hf_sparseprior.models.modeling_sparseprior_vit import (
@@ -62,11 +63,7 @@ class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
 
         The tokens are (B, P + N * F, C), with space-only attention (B * F, P + N, C).
         """
-        channels = self.config.num_channels
-        if pixel_values.dim() != 5 or not pixel_values.shape[1] or pixel_values.shape[2] != channels:
-            raise ValueError(
-                f"pixel_values of shape {tuple(pixel_values.shape)} must be (batch, frames, {channels}, height, width)"
-            )
+        check_pixels(pixel_values, self.config.num_channels, clips=True)
         if token_sources is not None:
             raise ValueError("token_sources (MixToken) are for images, not for clips")
         num_frames = pixel_values.shape[1]
