@@ -160,7 +160,7 @@ def test_exported_files_find_what_their_model_finds(tmp_path, monkeypatch):
     "written, said",
     [
         ('{"format": "aoti", "file": "model.aoti.pt2"}', "run-package AOTInductor's, which are code"),
-        ('{"format": "onnx", "sparse_prior_format": 2}', r"deployment\.json: sparse_prior_format=2: the file has fo"),
+        ('{"format": "onnx", "sparse_prior_format": 2}', r"deployment\.json: sparse_prior_format=2: the exported file has fo"),
     ],
 )
 def test_packages_and_files_of_a_newer_format_are_refused(written, said, tmp_path):
@@ -183,7 +183,7 @@ def test_several_labels_and_numbers(tmp_path):
     model = classifier(tmp_path / "number", problem_type="regression")
     sp.predict(tmp_path / "number", files, tmp_path / "number.csv")
     rows = list(csv.DictReader((tmp_path / "number.csv").open()))
-    assert list(rows[0]) == ["path", "value_0", "value_1", "value_2"]
+    assert list(rows[0]) == ["path", "ant", "bee", "cat"]
     with torch.no_grad():
         expected = model(predictor.prepare([Image.open(files[1])])).logits[0].tolist()
     np.testing.assert_allclose([float(rows[1][f"value_{place}"]) for place in range(3)], expected, rtol=1e-4)
@@ -391,6 +391,11 @@ def test_a_stopped_command_goes_on(tmp_path, monkeypatch, capsys):
     )
     with pytest.raises(ValueError, match=r"out\.jsonl\.partial is of another top; remove it"):
         sp.predict(tmp_path / "model", files, out, top=1)
+    settings = json.loads((tmp_path / "model" / PROCESSOR).read_text())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / PROCESSOR).write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
+    with pytest.raises(ValueError, match=r"out\.jsonl\.partial is of another processor; remove it"):
+        sp.predict(tmp_path / "model", files, out, processor=tmp_path / "other")
     with log.open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OSError, match="is being written by another process"):
@@ -453,7 +458,10 @@ def folders(tmp_path, monkeypatch):
         ({"features": "all"}, "features='all' must be one of pooled, patches"),
         ({"features": "pooled"}, "must be a file that ends in .npz or .parquet"),
         ({"sheet": "sheet.jpg"}, "sheet=sheet.jpg must end in .png"),
-        ({"overlay": "over"}, "overlay is for segmentors and detectors"),
+        ({"overlay": "over"}, "overlay=.*over is for segmentors and detectors"),
+        ({"threshold": 0.3}, "threshold=0.3 is for detectors"),
+        ({"every": 2}, "every=2 is for videos, and there is none"),
+        ({"top": 3, "features": "pooled", "out": "out.npz"}, "top=3 is for classifiers, and .* gives features"),
         ({"column": "x"}, "column='x' is for tables"),
         ({"images": "nowhere"}, "nowhere does not exist"),
         ({"images": "model"}, "no image there"),
