@@ -186,7 +186,7 @@ def test_several_labels_and_numbers(tmp_path):
     assert list(rows[0]) == ["path", "ant", "bee", "cat"]
     with torch.no_grad():
         expected = model(predictor.prepare([Image.open(files[1])])).logits[0].tolist()
-    np.testing.assert_allclose([float(rows[1][name]) for name in NAMES], expected, rtol=1e-4)
+    np.testing.assert_allclose([float(rows[1][name]) for name in NAMES.values()], expected, rtol=1e-4)
 
 
 # ---- features -------------------------------------------------------------------------------------------------------
