@@ -110,11 +110,8 @@ class ClassReport:
         pictures = [f"confusion{label}.png"]
         bins, error = self.calibration()
         draw_confusion(self.counts, self.classes, folder / pictures[0], heading, bins)
-        if image is not None and (worst := self.worst()):
-            pictures.append(f"errors{label}.png")
-            draw_tiles(
-                {f"{heading}: worst errors": [self._tile(place, image) for place in worst]}, folder / pictures[1]
-            )
+        tiles = [] if image is None else [self._tile(place, image) for place in self.worst()]
+        pictures += draw_errors(folder / f"errors{label}.png", f"{heading}: worst errors", tiles)
         write_text(folder / f"report{label}.md", self.text(heading, error, pictures))
         return pictures
 
@@ -139,6 +136,14 @@ class ClassReport:
         )
         shown = "\n".join(f"![{name.partition('.')[0]}]({name})" for name in pictures)
         return f"# {heading}\n\n{said}\n\n{table}\n\n{shown}\n"
+
+
+def draw_errors(path: Path, title: str, tiles: Sequence[Tile]) -> list[str]:
+    """Draw a sheet in the place of an earlier one, if there are tiles; the names of what was drawn."""
+    path.unlink(missing_ok=True)
+    if tiles:
+        draw_tiles({title: tiles}, path)
+    return [path.name] if tiles else []
 
 
 def calibration_bins(confidence: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float]:

@@ -16,8 +16,8 @@ from scipy.special import expit
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, r2_score
 
 from hf_sparseprior.base.files import write_text
-from hf_sparseprior.prediction.pictures import Tile, draw_tiles
-from tasks.common.class_report import SHOWN, ClassReport, calibration_bins, cell, percent
+from hf_sparseprior.prediction.pictures import Tile
+from tasks.common.class_report import SHOWN, ClassReport, calibration_bins, cell, draw_errors, percent
 from tasks.common.plots import draw_fit, draw_pairs
 from tasks.common.tables import markdown_table
 
@@ -109,10 +109,8 @@ class SeveralReport:
         bins, error = calibration_bins(self.probabilities.ravel(), self.labels.ravel())
         pictures = [f"confusion{label}.png"]
         draw_pairs(self.counts, self.classes, folder / pictures[0], heading, bins)
-        if image is not None and (worst := self.worst()):
-            pictures.append(f"errors{label}.png")
-            tiles = [self._tile(place, number, image) for place, number in worst]
-            draw_tiles({f"{heading}: worst errors": tiles}, folder / pictures[1])
+        tiles = [] if image is None else [self._tile(place, number, image) for place, number in self.worst()]
+        pictures += draw_errors(folder / f"errors{label}.png", f"{heading}: worst errors", tiles)
         rows = []
         for name, found, average in zip(self.classes, self.counts, self.average_precisions(), strict=True):
             (absent, extra), (missed, right) = found.tolist()
@@ -195,10 +193,8 @@ class NumbersReport:
         """Write report.md, numbers.png and, if images can be shown, errors.png; as `ClassReport.write`."""
         pictures = [f"numbers{label}.png"]
         draw_fit(self.labels, self.found, self.classes, folder / pictures[0], heading)
-        if image is not None and (worst := self.worst()):
-            pictures.append(f"errors{label}.png")
-            tiles = [self._tile(place, number, image) for place, number in worst]
-            draw_tiles({f"{heading}: largest errors": tiles}, folder / pictures[1])
+        tiles = [] if image is None else [self._tile(place, number, image) for place, number in self.worst()]
+        pictures += draw_errors(folder / f"errors{label}.png", f"{heading}: largest errors", tiles)
         means, spreads = self.labels.mean(0), self.labels.std(0)
         rows = [
             [cell(name), *(f"{value:.4g}" for value in values)]

@@ -67,7 +67,7 @@ def test_a_run_leaves_a_model_of_the_ratio_asked_for(finished):
     assert [left for left, _ in about["left"]["mlp"]] == model.config.compressed["mlp_width"]
     assert results["steps"] == about["search_steps"] == 8
     assert results["pretrained_sha256"] is None  # its search began from scratch
-    assert {"curves.png", "confusion.png", "kept.png"} == set(results["pictures"])
+    assert {"curves.png", "confusion.png", "errors.png", "kept.png"} == set(results["pictures"])
     averaged = AutoModelForImageClassification.from_pretrained(folder / "model_ema")
     assert averaged.config.compressed == model.config.compressed
     assert results["metrics"]["test_ema_accuracy"] is not None

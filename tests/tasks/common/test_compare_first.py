@@ -102,7 +102,7 @@ def test_finished_first_runs_serve_other_seeds_and_a_row_of_no_epochs_tests_what
     assert started == [str(tmp_path / "out" / "half" / "seed3")]
     dense = json.loads((folder / "outputs" / "dense" / "results.json").read_text())
     # Phase 1 leaves the backbone as it was.
-    assert record["metrics"] == {"test_accuracy": dense["metrics"]["test_accuracy"]} and record["steps"] == 0
+    assert record["metrics"]["test_accuracy"] == dense["metrics"]["test_accuracy"] and record["steps"] == 0
 
 
 def test_with_all_rows_done_first_runs_may_be_gone(finished, monkeypatch):

@@ -100,7 +100,7 @@ def check_events(folder, results):
         steps, values = zip(*points, strict=True)
         assert list(steps) == sorted(set(steps)) and steps == tuple(step for step, _ in expected[tag]), tag
         np.testing.assert_allclose(values, [value for _, value in expected[tag]], rtol=1e-6, err_msg=tag)
-    assert set(images) == {"curves", "confusion"} == {Path(name).stem for name in results["pictures"]}
+    assert set(images) == {"curves", "confusion", "errors"} == {Path(name).stem for name in results["pictures"]}
     with Image.open(folder / "curves.png") as picture:
         [image] = images["curves"]
         assert (image.width, image.height, image.step) == (*picture.size, results["steps"])
@@ -270,7 +270,7 @@ def test_offline_runs_of_others_have_the_same(name, tmp_path, monkeypatch):
             assert [step for step, _ in scalars[tag]] == [step for step, _ in points]
             continue
         np.testing.assert_allclose(scalars[tag], points, rtol=1e-6, err_msg=tag)
-    assert images == {"curves", "confusion"}
+    assert images == {"curves", "confusion", "errors"}
     assert (settings["model"]["prior"] if name == "wandb" else settings["model.prior"]) == "violin"
 
 
