@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,6 @@ from hf_sparseprior.base.files import write_text
 from hf_sparseprior.cli.deployment import BACKENDS, trace
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS
-from tasks.common.environment import environment
 from tasks.common.tables import markdown_table
 from tests.hf_sparseprior.small import noise, scatter, shipped_families, small
 from tests.remote import check_remote_code
@@ -312,8 +314,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{unknown[0]} must be one of {', '.join(WAYS)}", file=sys.stderr)
         return 2
     record = recorded()
-    versions = environment()["versions"]
-    record["versions"] = {name: versions[name] for name in VERSIONS if name in versions}
+    installed = {name: version(name) for name in VERSIONS if find_spec(name.removeprefix("onedl_"))}
+    record["versions"] = {"python": platform.python_version(), **installed}
     wanted = [cell for cell in cells() if cell[2] in argv or (not argv and key(*cell) not in record["cells"])]
     for number, cell in enumerate(wanted, 1):
         record["cells"][key(*cell)] = found = outcome(*cell)
@@ -323,7 +325,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-VERSIONS = ("python", "torch", "transformers", "peft", "onnxruntime", "openvino", "onedl-mmcv", "onedl-mmengine")
+VERSIONS = ("torch", "transformers", "peft", "onnxruntime", "openvino", "onedl_mmcv", "onedl_mmengine")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
