@@ -387,8 +387,7 @@ WEIGHTS = {
     ("subject", "file"),
     [
         ("ours", "model.safetensors"),
-        ("stock", "model.safetensors"),
-        ("stock", "sparse_prior.safetensors"),
+        ("stock", "sparse_prior.safetensors"),  # its model.safetensors is read, and renamed, by transformers
         *((name, "adapter_model.safetensors") for name in ("lora", "dora", "violin", "lora_violin")),
     ],
 )

@@ -330,6 +330,7 @@ BAD = {
     "switch_probability": [-0.1, 1.1, None, "1"],
     "label_smoothing": [-0.1, 1, NAN, None],
     "repeats": [0, 1.5, True, "3", None],
+    "balance": ["both", 1, True],
     "eval_crop_ratio": [0, 1.1, "0.9", True],
 }
 
