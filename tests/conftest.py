@@ -130,6 +130,14 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def left_by_a_file():
+    """The collector need not look at it again: it would take a second each time after some hundred files."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def take_sample(items, number, config):
     """At most so many cases of each test, the same ones every time."""
     cases = {}

@@ -33,7 +33,7 @@ EXISTS = (ROOT / "docs" / "what-exists.md").read_text()
 NAMES = [*SUPPORTS, *SEQUENCES, *DECAYS, *CURVES, *INIT_PRESETS, *PLACEMENTS, *EXTRAS, *MASK_FILLS, *ops.BACKENDS]
 
 
-@each("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_registered_name_is_in_the_table_of_what_exists(name):
     assert f"`{name}`" in EXISTS
 

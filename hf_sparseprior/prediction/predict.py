@@ -122,9 +122,7 @@ def predict(
     predictor = load_predictor(model, processor, features, device)
     clips = predictor.num_frames is not None
     inputs, passed_over = find_inputs(given, column, every or 1, clips)
-    if every is not None and not clips and all(own.frame is None for own in inputs):
-        raise ValueError(f"every={every} is for videos, and there is none")
-    _check_out(predictor, out, options, sheet, overlay)
+    _check_out(predictor, out, options, sheet, overlay, clips or any(own.frame is not None for own in inputs))
     partial = out.with_name(out.name + ".partial")
     with _begun(partial, predictor, options) as (log, done):
         left = [own for own in inputs if own.name not in done]
@@ -161,7 +159,7 @@ def _list_unreadable(left_out: Mapping[str, str], path: Path, lines: list[str]) 
     lines.append(f"not readable: {len(left_out)}, listed in {path}: {shown}")
 
 
-def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any, overlay: Any) -> None:
+def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any, overlay: Any, has_videos: bool) -> None:
     """Refuse a file of a kind that what the model finds cannot be written to, and options that mean nothing."""
     allowed, kind = ENDINGS[predictor.kind], predictor.kind
     ending = out.suffix.lower()
@@ -181,6 +179,8 @@ def _check_out(predictor: Predictor, out: Path, options: Options, sheet: Any, ov
     ):
         if value is not None and kind not in kinds:
             raise ValueError(f"{name}={value} is for {takers}, and {predictor.title} gives {kind}")
+    if options.every is not None and not has_videos:
+        raise ValueError(f"every={options.every} is for videos, and there is none")
     if sheet is not None and Path(sheet).suffix.lower() != ".png":
         raise ValueError(f"sheet={sheet} must end in .png")
 

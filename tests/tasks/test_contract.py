@@ -388,7 +388,7 @@ def test_evaluation_lies_in_the_run(whole):
     assert found["model_sha256"] == trained["model_sha256"]
     if whole.row.repeats_test:
         shared = {key: value for key, value in trained["metrics"].items() if key in found["metrics"]}
-        assert shared == found["metrics"] and whole.row.metric in shared
+        assert shared == pytest.approx(found["metrics"], abs=1e-6) and whole.row.metric in shared
 
 
 def test_evaluation_in_one_of_several_processes_is_refused(whole, tmp_path, monkeypatch, capfd):
