@@ -109,8 +109,8 @@ def test_an_empty_batch_gives_an_empty_result_and_what_does_not_fit_is_refused_b
     for wrong in ((3, side, side), (1, *frames(name), 4, side, side), (1, 1, *frames(name), 3, side, side)):
         with pytest.raises(ValueError, match=rf"{re.escape(str(wrong))} must be \(batch, {shape}\)"):
             model(torch.zeros(wrong))
-    packs = name in ("sparseprior_vit", "sparseprior_timesformer")  # as its base class does
-    for wrong in [None] if packs else [None, [images(name)[0]]]:
+    lists = [[images(name)[0]]] if name in ("sparseprior_swin", "sparseprior_convit", "sparseprior_iformer") else []
+    for wrong in (None, *lists):
         with pytest.raises(ValueError, match=rf"pixel_values of {type(wrong).__name__} must be \(batch, {shape}\)"):
             model(wrong)
 
