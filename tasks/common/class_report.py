@@ -118,7 +118,7 @@ class ClassReport:
     def _tile(self, place: int, image: Callable[[int], Any]) -> Tile:
         found, true = self.predicted[place], self.labels[place]
         share = 100 * self.probabilities[place, found]
-        return Tile(image(place), f"{self.classes[found]} {share:.0f} %", f"is {self.classes[true]}")
+        return Tile(image(place), f"{self.classes[found]} ({share:.0f} %)", f"is {self.classes[true]}")
 
     def text(self, heading: str, error: float, pictures: Sequence[str]) -> str:
         """The report as Markdown."""

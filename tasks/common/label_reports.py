@@ -133,7 +133,7 @@ class SeveralReport:
     def _tile(self, place: int, number: int, image: Callable[[int], Any]) -> Tile:
         name, share = self.classes[number], 100 * self.probabilities[place, number]
         return Tile(
-            image(place), f"{name} {share:.0f} %", f"{'has' if self.labels[place, number] else 'has no'} {name}"
+            image(place), f"{name} ({share:.0f} %)", f"{'has' if self.labels[place, number] else 'has no'} {name}"
         )
 
 

@@ -86,7 +86,7 @@ def draw_confusion(
         axis.set_yticks(range(len(classes)), classes)
     axis.set_xlabel("predicted")
     axis.set_ylabel("true")
-    axis.set_title(heading, fontsize=10)
+    figure.suptitle(heading, fontsize=10)
     if calibration is not None:
         _draw_calibration(further[0], calibration)
     return save(figure, path)
