@@ -60,7 +60,7 @@ def read_image(file: Path, processor: Any, num_channels: int) -> Any:
 
 
 def decoding(processor: Any) -> dict[str, str]:
-    """How image files are decoded for a model, of which its processor has the settings.
+    """How image files are decoded for a model: its processor has the settings.
 
     Models that were trained with depth16=refuse, and those of others, have not seen scaled images.
     """

@@ -112,7 +112,8 @@ class ClassReport:
         draw_confusion(self.counts, self.classes, folder / pictures[0], heading, bins)
         tiles = [] if image is None else [self._tile(place, image) for place in self.worst()]
         pictures += draw_errors(folder / f"errors{label}.png", f"{heading}: worst errors", tiles)
-        write_text(folder / f"report{label}.md", self.text(heading, error, pictures))
+        said, table = self.text(error)
+        write_report(folder / f"report{label}.md", heading, said, table, pictures)
         return pictures
 
     def _tile(self, place: int, image: Callable[[int], Any]) -> Tile:
@@ -120,8 +121,8 @@ class ClassReport:
         share = 100 * self.probabilities[place, found]
         return Tile(image(place), f"{self.classes[found]} ({share:.0f} %)", f"is {self.classes[true]}")
 
-    def text(self, heading: str, error: float, pictures: Sequence[str]) -> str:
-        """The report as Markdown."""
+    def text(self, error: float) -> tuple[str, str]:
+        """A paragraph, and the table of the classes."""
         counts, rows = self.counts, []
         columns = (counts.sum(1), *self.per_class())
         for name, images, *shares in zip(self.classes, *columns, strict=True):
@@ -134,8 +135,13 @@ class ClassReport:
             f"{100 * right:.2f} % of {counts.sum()} examples are right. A class that is never predicted has no "
             f"precision. Expected calibration error: {100 * error:.2f} % ({BINS} bins)."
         )
-        shown = "\n".join(f"![{name.partition('.')[0]}]({name})" for name in pictures)
-        return f"# {heading}\n\n{said}\n\n{table}\n\n{shown}\n"
+        return said, table
+
+
+def write_report(path: Path, heading: str, said: str, table: str, pictures: Sequence[str]) -> None:
+    """Write a report as Markdown."""
+    shown = "\n".join(f"![{name.partition('.')[0]}]({name})" for name in pictures)
+    write_text(path, f"# {heading}\n\n{said}\n\n{table}\n\n{shown}\n")
 
 
 def draw_errors(path: Path, title: str, tiles: Sequence[Tile]) -> list[str]:

@@ -15,9 +15,8 @@ import numpy as np
 from scipy.special import expit
 from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, r2_score
 
-from hf_sparseprior.base.files import write_text
 from hf_sparseprior.prediction.pictures import Tile
-from tasks.common.class_report import SHOWN, ClassReport, calibration_bins, cell, draw_errors, percent
+from tasks.common.class_report import SHOWN, ClassReport, calibration_bins, cell, draw_errors, percent, write_report
 from tasks.common.plots import draw_fit, draw_pairs
 from tasks.common.tables import markdown_table
 
@@ -173,7 +172,7 @@ class NumbersReport:
         return {"numbers": {name: own.tolist() for name, own in zip(ERRORS, self.per_number(), strict=True)}}
 
     def warnings(self, split: str) -> list[str]:
-        """A line for each number of which the model knows no more than its mean."""
+        """A line for each number that the model predicts no better than its mean does."""
         found = zip(self.classes, self.per_number()[2], strict=True)
         return [
             f"on {split} the model is no better than always answering the mean of {name} (R2 {r2:.3f})"
@@ -208,12 +207,6 @@ class NumbersReport:
     def _tile(self, place: int, number: int, image: Callable[[int], Any]) -> Tile:
         name = self.classes[number]
         return Tile(image(place), f"{name} {self.found[place, number]:.4g}", f"is {self.labels[place, number]:.4g}")
-
-
-def write_report(path: Path, heading: str, said: str, table: str, pictures: Sequence[str]) -> None:
-    """Write a report as Markdown."""
-    shown = "\n".join(f"![{name.partition('.')[0]}]({name})" for name in pictures)
-    write_text(path, f"# {heading}\n\n{said}\n\n{table}\n\n{shown}\n")
 
 
 Report = ClassReport | SeveralReport | NumbersReport

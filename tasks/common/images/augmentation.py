@@ -52,7 +52,7 @@ class AugmentationConfig:
         mixup nor cutmix.
     label_smoothing: share of the label that goes to all classes alike.
     repeats: repeated augmentation (DeiT: 3).
-    balance: for classes of which some are rare. "loss": an image's loss is multiplied by the number of images over the
+    balance: for data with rare classes. "loss": an image's loss is multiplied by the number of images over the
         number of classes times the number of images of its class, so that each class has the same weight in all.
         "sampling": an epoch has as many images of each class, so those of rare classes come several times, and of
         frequent ones not all. null: neither. Not for streams; "sampling" goes without repeats.

@@ -92,7 +92,7 @@ MODELS = {
 }  # fmt: skip
 FILES = ("torch", "onnx", "openvino")  # test_packages.py has AOTInductor's, which take half a minute each
 QUICK = {"sparsifiner": FILES, "evit": FILES, "manhattan": ["torch"], "mask_fill zero": ["torch"]}
-# Priors with operations of their own, each of which every program must have. Other priors take one of the programs.
+# Priors with operations of their own. Every program must have all of these. Other priors take one of the programs.
 OWN = (
     *("topk", "sparsifiner_published", "linformer", "learned_order", "irpe_qkv", "transformer_xl", "dynamicvit"),
     *("predicted for fewer", "several extras", "dense"),
