@@ -35,7 +35,7 @@ from hf_sparseprior.base.files import write_text
 from hf_sparseprior.cli.deployment import BACKENDS, trace
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS
-from tasks.common.tables import markdown_table
+from hf_sparseprior.runs.tables import markdown_table
 from tests.hf_sparseprior.small import noise, scatter, shipped_families, small
 from tests.remote import check_remote_code
 

@@ -195,17 +195,17 @@ TRAINING = (
 TASKS = (
     Mutation(
         "another run's folder is taken",
-        "tasks/common/run_folder.py::finished_results",
+        "hf_sparseprior/runs/run_folder.py::finished_results",
         *("drop_statement", "raise", RUNS, OF_FOLDERS, 2),
     ),
     Mutation(
         "a cut checkpoint counts as whole",
-        "tasks/common/run_folder.py::checkpoint_damage",
+        "hf_sparseprior/runs/run_folder.py::checkpoint_damage",
         *("return_none", "return", RUNS, OF_FOLDERS, 1),
     ),
     Mutation(
         "another run's results are read",
-        "tasks/common/run_folder.py::folder_differences",
+        "hf_sparseprior/runs/run_folder.py::folder_differences",
         *("logic", "or", "test_run_folder.py common/test_compare.py"),
     ),
     Mutation(
@@ -225,7 +225,7 @@ TASKS = (
     ),
     Mutation(
         "scores of views are averaged before the softmax's division",
-        "tasks/common/metrics.py::average_views",
+        "hf_sparseprior/runs/metrics.py::average_views",
         *("drop_statement", "scores", "test_metrics.py"),
     ),
     Mutation(

@@ -92,7 +92,7 @@ def arguments_of(root: Path, mutation: Mutation) -> list[str]:
 
 def tests_of(root: Path, path: str) -> list[list[str]]:
     """Tests of a module of the library: those of its name or that import it, then the others of its room."""
-    module, folder = Path(path).with_suffix(""), Path("tests", Path(path).parent)
+    module, folder = Path(path).with_suffix(""), Path("tests", *Path(path).parts[:2])
     package, name = ".".join(module.parent.parts), re.escape(module.name)
     imports = re.compile(rf"\b{re.escape(package)}\.{name}\b|\bfrom {re.escape(package)} import [^\n]*\b{name}\b")
     library = sorted((root / "tests" / "hf_sparseprior").rglob("test_*.py"))

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from multiprocessing import forkserver
 from pathlib import Path
 
-from tasks.common.processes import variables_set
+from hf_sparseprior.runs.processes import variables_set
 from tests.processes import IMPORTED
 
 ADDED = ("every_other", "columns", "few_tokens", "cross", "sandwich_vit")
@@ -42,8 +42,7 @@ def task_files():
     page = (PAGES[0].parent / "add-task.md").read_text()
     files = dict(re.findall(r'```py title="(tasks/\S+)"\n(.*?)```', page, re.DOTALL))
     train = files["tasks/turned/train.py"]
-    evaluate = train.replace("hf_run import train_main", "evaluate import evaluate_main")
-    return {**files, "tasks/turned/evaluate.py": evaluate.replace("train_main", "evaluate_main")}
+    return {**files, "tasks/turned/evaluate.py": train.replace("train_main", "evaluate_main")}
 
 
 def failures(output):

@@ -216,7 +216,7 @@ def trackers() -> None:
     python = environment("trackers")
     install(python, "torch")
     install(python, *TOOLS, f"{ROOT}[{EXTRAS},tracking]", "wandb", "mlflow", constrained=False)
-    test = ["tests/tasks/common/test_tracking.py", "-k", "offline_runs", "-q", "-p", "no:cacheprovider", "-rs"]
+    test = ["tests/hf_sparseprior/runs/test_tracking.py", "-k", "offline_runs", "-q", "-p", "no:cacheprovider", "-rs"]
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     said = run([python, "-m", "pytest", *test], cwd=ROOT, env=given)
     assert "2 passed" in said and "skipped" not in said, said[-500:]

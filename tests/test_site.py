@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, Dinov2Model
 
-from tasks.common.config import read_cell
+from hf_sparseprior.runs.config import read_cell
 from tests.hf_sparseprior.attention.attention_cases import SHIPPED_SUPPORTS
 from tests.timm_oracle import import_timm
 

@@ -14,7 +14,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 # The rooms of the library from the ground up. A room imports those before it and no other, within functions too.
 ROOMS = (
     *("kernels", "base", "patterns", "attention", "priors", "saving", "models", "adapters", "cli"),
-    *("convert", "training", "compression", "analysis", "mm", "prediction"),
+    *("convert", "training", "compression", "analysis", "mm", "prediction", "runs", "images", "classification"),
 )
 # The kernels are imported where they may be missing, and where it is asked whether they are.
 KNOW_KERNELS = {

@@ -28,6 +28,8 @@ from hf_sparseprior.analysis.attention_maps import (
 )
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import AttentionLayers, attention_weights, connectivity
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis.commands import QUERIES
 from tasks.analysis.maps import (
@@ -43,8 +45,6 @@ from tasks.analysis.runs import (
     preparation,
     shown_image,
 )
-from tasks.common.command import run_command
-from tasks.common.tables import markdown_table
 
 LAYERS, QUERY_LAYERS, QUERY_HEADS = 6, 3, 4  # as many as fit, unless --layers and --heads say more
 NOTE = (

@@ -29,6 +29,10 @@ from hf_sparseprior.analysis.boxes import InsideAttention, inside_attention, pat
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.base.json_files import DATA_BYTES, parse_json, read_limited
+from hf_sparseprior.images.config import Decoding
+from hf_sparseprior.images.sources import decode
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis.commands import COLUMNS
 from tasks.analysis.diversity import spread
@@ -41,10 +45,6 @@ from tasks.analysis.runs import (
     shown_image,
     write_analysis,
 )
-from tasks.common.command import run_command
-from tasks.common.images.config import Decoding
-from tasks.common.images.sources import decode
-from tasks.common.tables import markdown_table
 
 EXAMPLES = 6
 STORED = Decoding(exif="ignore")  # boxes are in pixels of the stored image

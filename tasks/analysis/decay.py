@@ -18,10 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import LearnedDecay, learned_decays
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis.runs import SavedModel, check_counts, open_models, write_analysis
-from tasks.common.command import run_command
-from tasks.common.tables import markdown_table
 
 QUANTILES = {"min": 0.0, "Q1": 0.25, "median": 0.5, "Q3": 0.75, "max": 1.0}
 

@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.diversity import head_diversity
 from hf_sparseprior.analysis.layers import watch_heads
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis.runs import (
     SavedModel,
@@ -27,8 +29,6 @@ from tasks.analysis.runs import (
     pixel_batches,
     write_analysis,
 )
-from tasks.common.command import run_command
-from tasks.common.tables import markdown_table
 
 STATISTICS = ("min", "q1", "median", "q3", "max")
 NOTE = (

@@ -20,9 +20,17 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.flops import CONVENTIONS, ModelFlops, model_flops
 from hf_sparseprior.base.families import preset_family, presets
+from hf_sparseprior.images.model import MODEL_EXTRAS
+from hf_sparseprior.images.sections import load_image_config
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.pretrained import saved_family
 from hf_sparseprior.priors.prior import prior_name
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.config import parse_value, split_cell
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.models import section_family
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.run_folder import MODEL
 from tasks.analysis import commands
 from tasks.analysis.commands import IMAGE_SIZES, PRESET_PRIOR
 from tasks.analysis.paper_numbers import (
@@ -32,14 +40,6 @@ from tasks.analysis.paper_numbers import (
     saving,
     unexplained_numbers,
 )
-from tasks.common.command import run_command
-from tasks.common.config import parse_value, split_cell
-from tasks.common.environment import command_line, environment
-from tasks.common.images.model import MODEL_EXTRAS
-from tasks.common.images.sections import load_image_config
-from tasks.common.models import section_family
-from tasks.common.results import write_results
-from tasks.common.run_folder import MODEL
 
 Counter = Callable[..., ModelFlops]
 

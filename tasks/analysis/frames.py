@@ -29,6 +29,7 @@ from hf_sparseprior.analysis.image_maps import Panel, darkened, draw_panels, wit
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.saving.processor import takes_clips
 from tasks.analysis import commands
 from tasks.analysis.maps import chosen
@@ -40,7 +41,6 @@ from tasks.analysis.runs import (
     shown_image,
     write_analysis,
 )
-from tasks.common.command import run_command
 
 SHOWN = 6  # frames in the picture
 

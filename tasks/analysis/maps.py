@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from hf_sparseprior.images.sources import decode
 from tasks.analysis.runs import (
     SavedModel,
     check_counts,
@@ -17,7 +18,6 @@ from tasks.analysis.runs import (
     open_images,
     write_analysis,
 )
-from tasks.common.images.sources import decode
 
 
 def check_map_arguments(arguments: argparse.Namespace) -> None:

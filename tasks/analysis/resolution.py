@@ -20,6 +20,9 @@ from hf_sparseprior.analysis.pictures import COLOURS, MARKERS, pyplot, save
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis.trained import (
     Trained,
@@ -30,9 +33,6 @@ from tasks.analysis.trained import (
     open_cells,
     trained_main,
 )
-from tasks.common.environment import command_line, environment
-from tasks.common.results import write_results
-from tasks.common.tables import markdown_table
 
 # VIOLIN Figure 8 goes from 144 to 512 with models trained at 224; the steps between are ours.
 FIGURE_8 = (144, 192, 224, 256, 320, 384, 448, 512)

@@ -21,6 +21,10 @@ import numpy as np
 from PIL import Image
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.config import check_known
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis import robustness_pictures as pictures
 from tasks.analysis.commands import BENCHMARKS, CORRUPTIONS, SEVERITIES
@@ -37,10 +41,6 @@ from tasks.analysis.trained import (
     open_cells,
     trained_main,
 )
-from tasks.common.config import check_known
-from tasks.common.environment import command_line, environment
-from tasks.common.results import write_results
-from tasks.common.tables import markdown_table
 
 CLEAN = "clean"
 

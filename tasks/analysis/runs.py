@@ -20,17 +20,17 @@ from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.json_files import read_json_object
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import ImageDataset, Preparation, as_trained, load_data
+from hf_sparseprior.images.sections import load_data_section
+from hf_sparseprior.images.sources import balanced_subset, drop_corrupt
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.run_folder import MODEL, RUN_CONFIG
 from hf_sparseprior.saving.processor import takes_clips
 from hf_sparseprior.saving.saved_config import check_saved_config
 from hf_sparseprior.saving.saved_processor import load_image_processor
-from tasks.common.environment import command_line, environment
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
-from tasks.common.images.sections import load_data_section
-from tasks.common.images.sources import balanced_subset, drop_corrupt
-from tasks.common.results import write_results
-from tasks.common.run_folder import MODEL, RUN_CONFIG
 
 
 @dataclass

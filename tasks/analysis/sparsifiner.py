@@ -26,6 +26,8 @@ from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights
 from hf_sparseprior.analysis.pictures import draw_matrices
 from hf_sparseprior.analysis.sparsifiner import Prediction, attention_distance, masked_attention, watch_predictions
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.analysis import commands
 from tasks.analysis.maps import (
     check_map_arguments,
@@ -43,8 +45,6 @@ from tasks.analysis.runs import (
     preparation,
     shown_image,
 )
-from tasks.common.command import run_command
-from tasks.common.tables import markdown_table
 
 # As many as the paper's figures show, unless --layers and --heads say more.
 QUERY_LAYERS, QUERY_HEADS, BASIS_LAYERS, BASIS_ROWS, COEFFICIENT_HEAD = 3, 4, 6, 24, 5

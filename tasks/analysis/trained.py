@@ -20,7 +20,13 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import Preparation, as_trained, load_split
+from hf_sparseprior.images.sections import load_data_section
+from hf_sparseprior.images.sources import ImageData, Images
 from hf_sparseprior.models.pretrained import check_classes
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.results import read_results, write_results
 from hf_sparseprior.saving.processor import PROCESSOR
 from tasks.analysis.runs import (
     base_folder,
@@ -31,12 +37,6 @@ from tasks.analysis.runs import (
     model_names,
     num_channels,
 )
-from tasks.common.command import run_command
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import Preparation, as_trained, load_split
-from tasks.common.images.sections import load_data_section
-from tasks.common.images.sources import ImageData, Images
-from tasks.common.results import read_results, write_results
 
 Change = Callable[[Image.Image], Image.Image]
 Key = TypeVar("Key")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from hf_sparseprior.runs.command import run_command
 from tasks.benchmark import commands
-from tasks.common.command import run_command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,6 +38,8 @@ from hf_sparseprior.kernels import triton_sizes
 from hf_sparseprior.patterns.decay import make_decay
 from hf_sparseprior.patterns.supports import LayerKey
 from hf_sparseprior.priors.prior import resolve_prior
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.results import write_results
 from tasks.benchmark import gpu_cards, gpu_count, gpu_report, gpu_tune, report
 from tasks.benchmark.commands import BATCHES, MINUTES_OF_ALL
 from tasks.benchmark.contenders import (
@@ -51,8 +53,6 @@ from tasks.benchmark.contenders import (
 )
 from tasks.benchmark.entry import Benchmark, Case, Row, Session, Target, WrongOutput
 from tasks.benchmark.timing import Call, SetUp, interleave, measure, spread
-from tasks.common.environment import command_line, environment
-from tasks.common.results import write_results
 
 HEADS, WIDTH, PREFIX = 12, 64, 1
 TUNED_TOKENS, COUNTED_TOKENS = 4096, (196, 1024, 4096)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.benchmark import gpu_count
 from tasks.benchmark.commands import CARDS
-from tasks.common.environment import command_line, environment
-from tasks.common.results import write_results
-from tasks.common.tables import markdown_table
 
 Launch = dict[str, Any]
 

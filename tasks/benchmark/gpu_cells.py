@@ -16,11 +16,11 @@ import torch
 
 import hf_sparseprior
 from hf_sparseprior.kernels import triton_sizes
+from hf_sparseprior.runs.environment import environment
 from tasks.benchmark import report
 from tasks.benchmark.commands import COUNTED, GPU_CONTENDERS, MINUTES, SDPA_KERNELS
 from tasks.benchmark.entry import Benchmark, Case, Session
 from tasks.benchmark.gpu import Gpu, limit_time
-from tasks.common.environment import environment
 
 # What a call on a GPU runs.
 SOURCES = ("kernels", "attention")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
-from tasks.common.tables import markdown_table
+from hf_sparseprior.runs.tables import markdown_table
 
 Row = dict[str, Any]
 

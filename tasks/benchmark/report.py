@@ -16,11 +16,11 @@ import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.environment import command_line, environment
+from hf_sparseprior.runs.tables import markdown_table
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.benchmark.commands import DTYPES
 from tasks.benchmark.timing import ratio_spread, spread
-from tasks.common.environment import command_line, environment
-from tasks.common.tables import markdown_table
 
 if TYPE_CHECKING:
     from tasks.benchmark.entry import Benchmark, Case, Row

@@ -21,14 +21,14 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
+from hf_sparseprior.runs.command import RunStopped
+from hf_sparseprior.runs.environment import environment
+from hf_sparseprior.runs.locks import locked
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.run_folder import check_place
 from hf_sparseprior.training import StopRequest
 from tasks.benchmark import report, revision
 from tasks.benchmark.entry import Benchmark, Case, Session, WrongOutput
-from tasks.common.command import RunStopped
-from tasks.common.environment import environment
-from tasks.common.locks import locked
-from tasks.common.results import write_results
-from tasks.common.run_folder import check_place
 
 RECORDS, LOCK, ROUND = "records.json", "run.lock", "round"
 

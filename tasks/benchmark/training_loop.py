@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, get_scheduler
 
+from hf_sparseprior.images.model import build_model
+from hf_sparseprior.images.sections import load_image_config
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.training import (
     DrawSampler,
@@ -29,8 +31,6 @@ from hf_sparseprior.training import (
 )
 from tasks.benchmark.entry import Benchmark, Case, Session
 from tasks.benchmark.timing import turn_order
-from tasks.common.images.model import build_model
-from tasks.common.images.sections import load_image_config
 
 BARE, TRAINER = "bare", "trainer"
 CLASSES = [str(label) for label in range(10)]

@@ -49,8 +49,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.runs.config import read_yaml
 from tasks.claims.kinds import KINDS, Kind, Ranked, Untried
-from tasks.common.config import read_yaml
 from tasks.common.paired import ACCURACY
 from tasks.common.records import read_records
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import yaml
 
+from hf_sparseprior.runs.command import run_command
 from tasks.claims import commands
 from tasks.claims.claim import AFTER, Paper, Run, read_papers
 from tasks.claims.page import CLAIMS, ROOT
-from tasks.common.command import run_command
 from tasks.common.git import git
 from tasks.common.records import OLD, RECORDS, ROW, SEED
 

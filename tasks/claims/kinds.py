@@ -18,10 +18,10 @@ from scipy.special import stdtrit
 from scipy.stats import permutation_test, rankdata, ttest_ind, zscore
 
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
-from tasks.common.metrics import unpack_correct
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.tables import count_of_seeds
 from tasks.common.paired import CONFIDENCE, FEWEST, POWER, Difference, detectable, differences, image_scores
 from tasks.common.records import RECORDS, read_records
-from tasks.common.tables import count_of_seeds
 
 HOLDS, FAILS, OPEN, NOT_YET, UNTRIED = (*("holds", "does not hold", "inconclusive", "not run yet", "not tried"),)
 VERDICTS = (HOLDS, FAILS, OPEN, NOT_YET, UNTRIED)

@@ -20,6 +20,8 @@ from PIL import Image
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import count_of_seeds, markdown_table
 from tasks.claims import commands
 from tasks.claims.claim import BUDGETS, TIERS, Claim, Paper, Run, read_papers
 from tasks.claims.kinds import (
@@ -36,9 +38,7 @@ from tasks.claims.kinds import (
     Untried,
     number_in,
 )
-from tasks.common.command import run_command
 from tasks.common.paired import AT_LEAST, FEWEST, POWER, RULE
-from tasks.common.tables import count_of_seeds, markdown_table
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = Path("configs/claims")

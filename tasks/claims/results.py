@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.config import read_yaml
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.claims import commands
 from tasks.claims.page import ROOT, compare_commands
-from tasks.common.command import run_command
-from tasks.common.config import read_yaml
 from tasks.common.records import RECORDS, Record, read_records
-from tasks.common.tables import markdown_table
 
 COMPARISONS = Path("configs/results.yaml")
 PAGE = Path("docs/results.md")

@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hf_sparseprior.runs.command import run_command
 from tasks.claims import commands
 from tasks.claims.claim import Paper, read_papers
 from tasks.claims.kinds import OfRecord, number_in
 from tasks.claims.page import CLAIMS, ROOT, compare_commands, core_hours
-from tasks.common.command import run_command
 from tasks.common.records import read_records
 
 Place = tuple[str, str, str]

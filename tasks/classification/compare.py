@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.classification.task import CLASSIFICATION
+from hf_sparseprior.classification.task import CLASSIFICATION
 from tasks.common import compare
 
 load_comparison = partial(compare.load_comparison, CLASSIFICATION)

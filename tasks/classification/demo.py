@@ -25,19 +25,19 @@ from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.analysis.decays import learned_decay_masks
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.classification.config import load_config
+from hf_sparseprior.classification.data import make_datasets
+from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import ImageDataset, load_data
 from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.patterns.supports import build_mask
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.run_folder import MODEL
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification import commands, demo_speed
-from tasks.classification.config import load_config
-from tasks.classification.data import make_datasets
-from tasks.classification.task import CLASSIFICATION
-from tasks.common.command import run_command
 from tasks.common.compare import Comparison, run_comparison
 from tasks.common.comparison_table import draw_results, table
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, load_data
-from tasks.common.run_folder import MODEL
 
 PRIORS = ("dense", "fibottention", "violin", "fibottention+violin")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "classification"

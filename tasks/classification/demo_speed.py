@@ -11,7 +11,7 @@ import torch
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.analysis.costs_measured import seconds_per_call
-from tasks.common.tables import markdown_table
+from hf_sparseprior.runs.tables import markdown_table
 
 PRESET = "vit_small"
 SIZES = (224, 512, 1024)  # pixels a side

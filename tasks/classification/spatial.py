@@ -23,13 +23,13 @@ from PIL import Image
 from scipy.ndimage import binary_fill_holes
 
 from hf_sparseprior.analysis import pictures
+from hf_sparseprior.images.config import SPLITS, DataConfig
+from hf_sparseprior.images.sources import READERS, Images
+from hf_sparseprior.images.sources.arrays import FASHION_CLASSES
+from hf_sparseprior.images.sources.cifar import checksum
+from hf_sparseprior.images.sources.tables import write_parquet
+from hf_sparseprior.runs.command import run_command
 from tasks.classification import commands
-from tasks.common.command import run_command
-from tasks.common.images.config import SPLITS, DataConfig
-from tasks.common.images.sources import READERS, Images
-from tasks.common.images.sources.arrays import FASHION_CLASSES
-from tasks.common.images.sources.cifar import checksum
-from tasks.common.images.sources.tables import write_parquet
 
 SIDE = 32
 SIZES = {"train": 1000, "validation": 500, "test": 2000}

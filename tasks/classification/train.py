@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.classification.task import CLASSIFICATION
-from tasks.common import hf_run
+from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.runs import hf_run
+from tasks.common import command
 
 run = partial(hf_run.run, CLASSIFICATION)
-main = partial(hf_run.train_main, CLASSIFICATION)
+main = partial(command.train_main, CLASSIFICATION)
 
 if __name__ == "__main__":
     sys.exit(main())

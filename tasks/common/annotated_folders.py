@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_sparseprior.cli.image_files import ENDINGS, NO_IMAGE, PassedOver, images_below, is_image
-from tasks.common.command import short
+from hf_sparseprior.runs.command import short
 
 IGNORED = 255  # the class of a pixel without one
 LOOKED_AT = 100  # masks of a split that are looked at before training

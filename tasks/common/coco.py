@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.json_files import DATA_BYTES, read_json
-from tasks.common.command import short, shown
+from hf_sparseprior.runs.command import short, shown
 
 
 @dataclass(frozen=True)

@@ -1,95 +1,59 @@
-"""What commands have in common: the arguments of those that train, and how all end."""
+"""The commands `train` and `evaluate` of every task that trains with transformers' Trainer."""
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from accelerate import PartialState
+from transformers.utils import CONFIG_NAME
+from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.cli.command import USER_ERRORS, report_error
-from hf_sparseprior.cli.image_files import PassedOver, printable
-
-
-class RunStopped(Exception):
-    """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
-
-
-def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:
-    """Do the work of a command; a bad value, a missing package, SIGTERM and Ctrl-C end it with one line.
-
-    SPARSEPRIOR_TRACEBACK=1 shows the traceback before that line. An error that no value of the user causes, such as a
-    TypeError, is raised.
-
-    Args:
-        program: the command's name.
-        work: what it does.
-        goes_on: from where the same command goes on after Ctrl-C; None if it starts anew.
-
-    Returns:
-        The exit status: 0, 2 for a bad value or a missing package, 143 for SIGTERM, 130 for Ctrl-C.
-    """
-    try:
-        work()
-    except USER_ERRORS as error:
-        return report_error(program, error)
-    except RunStopped as stopped:
-        print(f"{program}: {stopped}", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except KeyboardInterrupt:
-        after = "nothing was written" if goes_on is None else f"the same command goes on {goes_on}"
-        print(f"\n{program}: interrupted; {after}", file=sys.stderr)
-        return 130
-    return 0
+from hf_sparseprior.models.pretrained import check_saved_folder
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.evaluate import evaluate_model, label_of, run_config
+from hf_sparseprior.runs.hf_run import HFTask, print_results, run
+from hf_sparseprior.runs.results import metric_text, print_warnings
+from hf_sparseprior.runs.run_folder import evaluation_folder, model_folder
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.common.parsers import evaluate_parser, train_parser
 
 
-def tell_passed_over(*readers: PassedOver) -> None:
-    """Print in one line what readers of a run's data left out, if they did. For one process of a run."""
-    together = PassedOver()
-    for passed_over in readers:
-        together.join(passed_over)
-    if (line := together.line()) is not None:
-        print(line, flush=True)
+def train_main(task: HFTask, argv: list[str] | None = None) -> int:
+    """`python -m tasks.TASK.train`; a bad value prints one line and returns 2."""
+    parser = train_parser(task.name, task.trains)
+    arguments = parser.parse_intermixed_args(argv)
+    transformers_logging.disable_progress_bar()  # bars for reading and writing weights; the training bar stays
+
+    def work() -> None:
+        keep_freed_memory()
+        config = task.load_config(arguments.config, arguments.overrides)
+        results = run(task, config, overwrite=arguments.overwrite)
+        if PartialState().is_main_process:
+            print_results(results, config["trainer"]["output_dir"])
+
+    return run_command(parser.prog, work, "from the last checkpoint")
 
 
-def tell_data(
-    examples: str,
-    splits: Mapping[str, tuple[int | None, str]],
-    classes: Sequence[str] | None = None,
-    labels: str = "classes",
-) -> None:
-    """Print what a run is about to learn from and what it is judged by, in one line.
+def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
+    """`python -m tasks.TASK.evaluate`; a bad value prints one line and returns 2."""
+    parser = evaluate_parser(task.name, task.trains, task.eval_batch_size)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.batch_size < 1:
+        parser.error(f"--batch-size {arguments.batch_size} must be 1 or more")
+    transformers_logging.disable_progress_bar()
 
-    Args:
-        examples: what the data consists of, such as "images".
-        splits: {"trains", "validates" or "tests": (number of examples, where the split comes from)}; a number is None
-            where the data does not say it, and a part that a run does not have is left out.
-        classes: their names; None where there are none.
-        labels: what an example has: one of the "classes", "several" of them, or "numbers" of these names.
-    """
-    parts: list[str] = []
-    kinds = {"classes": "of {} classes", "several": "with several of {} labels", "numbers": "with {} numbers"}
-    for does, (count, name) in splits.items():
-        number = "an unknown number of" if count is None else count
-        noun = examples.removesuffix("s") if count == 1 else examples
-        known = ""
-        if classes is not None and not parts:
-            known = f" {kinds[labels].format(len(classes))} {short(classes)}"
-        parts.append(f"{does} on {number} {noun}{known} ({printable(name)})")
-    print(", ".join(parts), flush=True)
+    def work() -> None:
+        folder = model_folder(arguments.model, CONFIG_NAME)
+        check_saved_folder(folder)
+        config = run_config(task, folder, arguments.config, arguments.overrides)
+        out, split = arguments.out or evaluation_folder(folder), arguments.split
+        results = evaluate_model(task, folder, config, split, out, arguments.batch_size)
+        for name, value in results["metrics"].items():
+            print(f"{name}: {metric_text(name, value)} of {results[task.examples]} {task.examples}")
+        print_warnings(results)
+        label = label_of(folder, config, split, out)
+        names = [
+            "results_{}.json",
+            *(["report_{}.md", "confusion_{}.png"] if task.measure is None else ["predictions_{}.png"]),
+        ]
+        print("results: " + " ".join(f"{out}/{name.format(label)}" for name in names))
 
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it has none."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
-
-
-def short(names: Sequence[str], count: int = 10) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"[{', '.join(map(shown, names[:count]))}]{more}"
-
-
-def shown(value: object, length: int = 80) -> str:
-    """A value as Python writes it, its end cut off where that is longer."""
-    text = repr(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+    return run_command(parser.prog, work)

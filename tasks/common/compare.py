@@ -11,7 +11,8 @@ variants:                              name of a row: what it changes
   other: {base: smoke.yaml}            a row with a base of its own
 
 The rest is a run's configuration that every row shares: sections, and a `matrix`, of which FILE#CELL names one cell
-(tasks/common/config.py). `variants` may also name a file of rows. Names of files are relative to the file they are in.
+(hf_sparseprior/runs/config.py). `variants` may also name a file of rows. Names of files are relative to the file they
+are in.
 
 Runs of one seed see the same examples in the same order, augmented alike. With `model.pretrained` they start from one
 new classifier and the same adapters, without it from the weights of one dense model, as far as it has them. Seeds take
@@ -47,10 +48,8 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import run_command
-from tasks.common.comparison_table import write_comparison
-from tasks.common.config import (
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.config import (
     COMPARISON,
     Config,
     apply_overrides,
@@ -61,18 +60,12 @@ from tasks.common.config import (
     read_cell,
     read_layers,
 )
-from tasks.common.environment import command_line
-from tasks.common.hf_run import HFTask, task_module
-from tasks.common.images.config import CLASSES
-from tasks.common.machines import Shard, check_locks, check_options
-from tasks.common.paired import ACCURACY
-from tasks.common.parsers import compare_parser
-from tasks.common.processes import started
-from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
-from tasks.common.ray_queue import RayQueue
-from tasks.common.records import RECORDS, add_records, check_no_old, read_records
-from tasks.common.results import check_results
-from tasks.common.run_folder import (
+from hf_sparseprior.runs.environment import command_line
+from hf_sparseprior.runs.hf_run import HFTask
+from hf_sparseprior.runs.labels import CLASSES
+from hf_sparseprior.runs.processes import started
+from hf_sparseprior.runs.results import check_results
+from hf_sparseprior.runs.run_folder import (
     RESULTS,
     RUN_CONFIG,
     check_place,
@@ -82,6 +75,14 @@ from tasks.common.run_folder import (
     folder_differences,
     results_of,
 )
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.common.comparison_table import write_comparison
+from tasks.common.machines import Shard, check_locks, check_options
+from tasks.common.paired import ACCURACY
+from tasks.common.parsers import compare_parser
+from tasks.common.queue import AnyQueue, Job, Queue, RunsFailed
+from tasks.common.ray_queue import RayQueue
+from tasks.common.records import RECORDS, add_records, check_no_old, read_records
 
 # What a record keeps of a run's results.json; the rest stays in the run's folder.
 RECORDED = (
@@ -465,7 +466,7 @@ def make_queue(
     if (jobs is not None or ray is not None) and (processes := started()) > 1:
         option = f"--ray={ray}" if jobs is None else f"--jobs={jobs}"
         raise ValueError(f"{option} starts processes itself; give it without torchrun (WORLD_SIZE={processes})")
-    modules, seconds = [task_module(task.name), __name__], dict[str, list[float]]()
+    modules, seconds = [task.module, __name__], dict[str, list[float]]()
     for row, record in zip(rows, records, strict=True):
         if record is not None:
             seconds.setdefault(row.name, []).append(record["seconds"])

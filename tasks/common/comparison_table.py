@@ -10,10 +10,10 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
-from tasks.common.locks import REPORT_LOCK, turn
-from tasks.common.metrics import unpack_correct
+from hf_sparseprior.runs.locks import REPORT_LOCK, turn
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.tables import count_of_seeds, markdown_table, plus_minus, wilson_interval
 from tasks.common.paired import ACCURACY, Difference, difference_table, differences
-from tasks.common.tables import count_of_seeds, markdown_table, plus_minus, wilson_interval
 
 SUCCESS = "test_success"  # of robots
 # Of PushT: the reward is the share that is covered divided by 0.95, at most 1.

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.common.locks import NoLocks, locked
+from hf_sparseprior.runs.locks import NoLocks, locked
 
 LOCAL = "local"  # an address that starts Ray on this machine
 

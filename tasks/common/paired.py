@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from tasks.common.metrics import unpack_correct
-from tasks.common.tables import markdown_table, plus_minus
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.tables import markdown_table, plus_minus
 
 ACCURACY = "test_accuracy"
 FEWEST = 3  # seeds, for a difference to be significant

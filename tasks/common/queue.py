@@ -28,12 +28,12 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.runs.command import RunStopped, run_command
+from hf_sparseprior.runs.locks import has_begun, holder
+from hf_sparseprior.runs.processes import variables_set, visible_gpus
+from hf_sparseprior.runs.run_folder import LOCK, InUse
 from hf_sparseprior.training import StopRequest
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import RunStopped, run_command
-from tasks.common.locks import has_begun, holder
-from tasks.common.processes import variables_set, visible_gpus
-from tasks.common.run_folder import LOCK, InUse
 
 ATTEMPTS = 3  # starts of a run whose process is killed
 WAKE = 1.0  # seconds between two looks at what other processes do

@@ -25,10 +25,10 @@ from typing import Any
 
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, parse_json, read_json, read_limited
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.locks import turn
+from hf_sparseprior.runs.results import finite_or_null, read_results
 from tasks.common import commands
-from tasks.common.command import run_command
-from tasks.common.locks import turn
-from tasks.common.results import finite_or_null, read_results
 
 RECORDS, LOCK = "records.jsonl", "records.lock"
 SHARED, ROW, SEED = "shared", "row", "seed"

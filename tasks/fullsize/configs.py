@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.common.config import (
+from hf_sparseprior.runs.config import (
     COMPARISON,
     SWEEP,
     merge_bases,

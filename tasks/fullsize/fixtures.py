@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from hf_sparseprior.base.files import whole_folder
-from tasks.common.images.vtab_tasks import TASKS
+from hf_sparseprior.images.vtab_tasks import TASKS
 
 VTAB_TASK = "clevr_count"
 PICTURES = 8  # different pictures of a data set; its files are links to them

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.common.images.model import MODEL_EXTRAS
-from tasks.common.images.vtab_tasks import TASKS
-from tasks.common.models import section_family
+from hf_sparseprior.images.model import MODEL_EXTRAS
+from hf_sparseprior.images.vtab_tasks import TASKS
+from hf_sparseprior.runs.models import section_family
 from tasks.fullsize.commands import ROOT
 from tasks.fullsize.configs import PaperRun
 from tasks.fullsize.fixtures import VTAB_TASK

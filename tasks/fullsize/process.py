@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from tasks.common.processes import variables_set
+from hf_sparseprior.runs.processes import variables_set
 
 LOOK = 0.1  # seconds between two looks at a process
 SETTLED = 0.7  # seconds in which nothing of a checkpoint changed, after which it is whole
-PRELOADED = ("tasks.classification.task", "tasks.classification.train", "tasks.classification.evaluate")
+PRELOADED = ("hf_sparseprior.classification.task", "tasks.classification.train", "tasks.classification.evaluate")
 LAST_FILE = "trainer_state.json"  # of a checkpoint that is a folder
 
 

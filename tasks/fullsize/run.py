@@ -25,10 +25,10 @@ import yaml
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.cli.command import USER_ERRORS, one_line
-from tasks.common.command import run_command
-from tasks.common.config import check_known
-from tasks.common.results import read_results
-from tasks.common.run_folder import check_place
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.config import check_known
+from hf_sparseprior.runs.results import read_results
+from hf_sparseprior.runs.run_folder import check_place
 from tasks.fullsize import commands, process, steps
 from tasks.fullsize.commands import ROOT
 from tasks.fullsize.configs import PaperRun, find_runs

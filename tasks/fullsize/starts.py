@@ -11,8 +11,8 @@ import torch
 
 from hf_sparseprior.base.families import preset_family
 from hf_sparseprior.base.files import whole_folder
-from tasks.common.images.model import build_model
-from tasks.common.images.processor import make_processor
+from hf_sparseprior.images.model import build_model
+from hf_sparseprior.images.processor import make_processor
 from tasks.fullsize.configs import PaperRun
 
 # Sections and keys that name a saved model.

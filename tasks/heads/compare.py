@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from hf_sparseprior.runs.hf_run import HFTask
 from tasks.common import compare
-from tasks.common.hf_run import HFTask
 from tasks.heads.kinds import KINDS
 from tasks.heads.task import HEADS
 

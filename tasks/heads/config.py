@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_sparseprior.base.checks import check_within
+from hf_sparseprior.images.sections import field_names
 from hf_sparseprior.models import heads
 from hf_sparseprior.models.pretrained import check_saved_folder
-from tasks.common.config import Config, check_known, check_trainer, trainer_keys
-from tasks.common.images.sections import field_names
+from hf_sparseprior.runs.config import Config, check_known, check_trainer, trainer_keys
+from hf_sparseprior.runs.models import FAMILY_KEYS, section_family
 from tasks.common.mm.scenes import SceneSettings
-from tasks.common.models import FAMILY_KEYS, section_family
 from tasks.heads.kinds import IGNORED, KINDS
 
 SECTIONS = ("data", "model", "head", "trainer")

@@ -13,10 +13,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from hf_sparseprior.cli.image_files import PassedOver, count_unlisted, decode_image, why_unreadable
+from hf_sparseprior.runs.command import short
 from hf_sparseprior.training.sampling import Draw
 from tasks.common.annotated_folders import annotated_images, check_are_there, look_at_masks, read_classes
 from tasks.common.coco import CocoFile, look_at_objects, read_coco
-from tasks.common.command import short
 from tasks.common.mm.scenes import write_scenes
 from tasks.heads.config import DataConfig
 from tasks.heads.kinds import IGNORED, Kind, targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.common.evaluate import evaluate_main
+from tasks.common.command import evaluate_main
 from tasks.heads.task import HEADS
 
 main = partial(evaluate_main, HEADS)

@@ -18,13 +18,13 @@ from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.mm.init_cfg import load_weights
 from hf_sparseprior.models import heads
 from hf_sparseprior.models.pretrained import weights_sha256
+from hf_sparseprior.runs.command import tell_passed_over
+from hf_sparseprior.runs.config import Config
+from hf_sparseprior.runs.hf_run import HFTask, Split, Tested, draw_sampler
+from hf_sparseprior.runs.hf_run import Prepared as PreparedRun
+from hf_sparseprior.runs.models import about_model, alike_across_priors
 from hf_sparseprior.saving.card import model_index
 from hf_sparseprior.training import SparsePriorTrainer
-from tasks.common.command import tell_passed_over
-from tasks.common.config import Config
-from tasks.common.hf_run import HFTask, Split, Tested, draw_sampler
-from tasks.common.hf_run import Prepared as PreparedRun
-from tasks.common.models import about_model, alike_across_priors
 from tasks.heads.baseline import constant_objects
 from tasks.heads.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.heads.config import SECTIONS, DataConfig, check_config, head_config
@@ -335,6 +335,7 @@ def card(model: Any, results: dict[str, Any]) -> str:
 
 HEADS = HFTask(
     name="heads",
+    module=__name__,
     trains=TRAINS,
     examples="images",
     sections=SECTIONS,

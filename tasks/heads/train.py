@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.common import hf_run
+from hf_sparseprior.runs import hf_run
+from tasks.common import command
 from tasks.heads.task import HEADS
 
 run = partial(hf_run.run, HEADS)
-main = partial(hf_run.train_main, HEADS)
+main = partial(command.train_main, HEADS)
 
 if __name__ == "__main__":
     sys.exit(main())

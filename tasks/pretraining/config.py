@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer
-from tasks.common.config import FINAL, Config, check_known, check_trainer, trainer_keys
-from tasks.common.images.augmentation import EVAL_CROP_RATIOS, check_range
-from tasks.common.images.config import CLASSES, DataConfig
-from tasks.common.images.model import check_model, model_keys
-from tasks.common.images.sections import field_names
+from hf_sparseprior.images.augmentation import EVAL_CROP_RATIOS, check_range
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.model import check_model, model_keys
+from hf_sparseprior.images.sections import field_names
+from hf_sparseprior.runs.config import FINAL, Config, check_known, check_trainer, trainer_keys
+from hf_sparseprior.runs.labels import CLASSES
 from tasks.pretraining.crops import CropConfig, check_share
 
 SECTIONS = ("data", "crops", "model", "dino", "evaluation", "trainer")

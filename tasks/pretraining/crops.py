@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from hf_sparseprior.base.checks import check_finite, check_integer, check_within
+from hf_sparseprior.images.augmentation import largest_box
+from hf_sparseprior.images.data import ImageDataset, Preparation
+from hf_sparseprior.images.sources import Images
 from hf_sparseprior.training import Draw
-from tasks.common.images.augmentation import largest_box
-from tasks.common.images.data import ImageDataset, Preparation
-from tasks.common.images.sources import Images
 
 RATIO = (3 / 4, 4 / 3)  # width / height of a box, torchvision's
 GLOBAL_CROPS = 2

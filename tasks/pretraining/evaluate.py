@@ -4,7 +4,7 @@ k-NN with the training images of the run's data as neighbours and, with --linear
 The model may be of any of our families and any task: a run of pretraining, a classifier, or what `convert` made. It
 writes results_SPLIT.json, with --linear results_SPLIT_linear.json, into RUN/evaluation for RUN/model, into
 RUN/evaluation/NAME for another model of the run. Those of other data and settings have a name of their own
-(tasks/common/measured.py).
+(hf_sparseprior/runs/measured.py).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import ImageDataset, Preparation, as_trained, load_data
+from hf_sparseprior.images.processor import make_processor
+from hf_sparseprior.images.sections import field_names
+from hf_sparseprior.images.sources import drop_corrupt
+from hf_sparseprior.images.split import part
 from hf_sparseprior.models.pretrained import check_saved_folder, load_whole_model, weights_sha256
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.config import FINAL, Config, apply_overrides, check_known, read_layers
+from hf_sparseprior.runs.measured import drop_limits, own_config, settings, suffix
+from hf_sparseprior.runs.processes import check_alone
+from hf_sparseprior.runs.results import Results
+from hf_sparseprior.runs.run_folder import check_place, evaluation_folder, model_folder, stored_config
 from hf_sparseprior.saving.saved_processor import load_image_processor
-from tasks.common.command import run_command
-from tasks.common.config import FINAL, Config, apply_overrides, check_known, read_layers
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, as_trained, load_data
-from tasks.common.images.processor import make_processor
-from tasks.common.images.sections import field_names
-from tasks.common.images.sources import drop_corrupt
-from tasks.common.images.split import part
-from tasks.common.measured import drop_limits, own_config, settings, suffix
-from tasks.common.processes import check_alone
-from tasks.common.results import Results
-from tasks.common.run_folder import check_place, evaluation_folder, model_folder, stored_config
 from tasks.pretraining import commands
 from tasks.pretraining.config import SECTIONS, EvaluationConfig
 from tasks.pretraining.evaluation import (

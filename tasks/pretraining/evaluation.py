@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hf_sparseprior.base.files import replace_durably
+from hf_sparseprior.images.augmentation import Augmentation, AugmentationConfig
+from hf_sparseprior.images.data import ImageDataset, Preparation
 from hf_sparseprior.saving.processor import image_processor_settings
 from hf_sparseprior.training import Draw, DrawSampler
-from tasks.common.images.augmentation import Augmentation, AugmentationConfig
-from tasks.common.images.data import ImageDataset, Preparation
 from tasks.pretraining.config import EvaluationConfig
 
 LINEAR_FILE = "linear.safetensors"

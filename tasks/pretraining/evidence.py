@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from tasks.common.command import run_command
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.results import read_results
+from hf_sparseprior.runs.run_folder import RESULTS
+from hf_sparseprior.runs.tables import markdown_table
 from tasks.common.records import RECORDS, read_records
-from tasks.common.results import read_results
-from tasks.common.run_folder import RESULTS
-from tasks.common.tables import markdown_table
 from tasks.pretraining import commands
 
 ERRORS = 2  # standard errors that a difference has to be above

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from transformers import AutoModel, set_seed
 
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import ImageDataset, Preparation, load_data
+from hf_sparseprior.images.model import MODEL_EXTRAS, check_pretrained, from_scratch, pretrained_sha256
+from hf_sparseprior.images.processor import make_processor
+from hf_sparseprior.images.sources import ImageData, drop_corrupt
+from hf_sparseprior.images.split import read_split
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model
+from hf_sparseprior.runs.config import Config
+from hf_sparseprior.runs.hf_run import HFTask, Prepared, Tested, draw_sampler
+from hf_sparseprior.runs.models import section_family
 from hf_sparseprior.saving.processor import image_processor_settings
-from tasks.common.config import Config
-from tasks.common.hf_run import HFTask, Prepared, Tested, draw_sampler
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import ImageDataset, Preparation, load_data
-from tasks.common.images.model import MODEL_EXTRAS, check_pretrained, from_scratch, pretrained_sha256
-from tasks.common.images.processor import make_processor
-from tasks.common.images.sources import ImageData, drop_corrupt
-from tasks.common.images.split import read_split
-from tasks.common.models import section_family
 from tasks.pretraining.commands import TRAINS
 from tasks.pretraining.config import SECTIONS, DinoConfig, EvaluationConfig, check_config
 from tasks.pretraining.crops import CropConfig, CropDataset, MultiCrop
@@ -182,6 +182,7 @@ class Judge:
 
 PRETRAINING = HFTask(
     name="pretraining",
+    module=__name__,
     trains=TRAINS,
     examples="images",
     sections=SECTIONS,

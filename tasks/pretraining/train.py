@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.common import hf_run
+from hf_sparseprior.runs import hf_run
+from tasks.common import command
 from tasks.pretraining.task import PRETRAINING
 
 run = partial(hf_run.run, PRETRAINING)
-main = partial(hf_run.train_main, PRETRAINING)
+main = partial(command.train_main, PRETRAINING)
 
 if __name__ == "__main__":
     sys.exit(main())

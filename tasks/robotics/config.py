@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.checks import check_finite, check_integer
+from hf_sparseprior.runs.config import apply_overrides, check_known, check_text, read_layers
+from hf_sparseprior.runs.run_folder import default_output_dir
 from hf_sparseprior.training.finite import STOP, check_setting
-from tasks.common.config import apply_overrides, check_known, check_text, read_layers
-from tasks.common.run_folder import default_output_dir
 from tasks.robotics.commands import TEST_SEED
 from tasks.robotics.policy_config import PolicyConfig
 

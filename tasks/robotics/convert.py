@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.files import check_new
-from tasks.common.command import run_command
+from hf_sparseprior.runs.command import run_command
 from tasks.robotics import commands
 from tasks.robotics.commands import KINDS
 

@@ -26,10 +26,10 @@ import numpy as np
 
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.files import check_new, write_text
-from tasks.common.command import run_command
-from tasks.common.environment import command_line
-from tasks.common.locks import holder, locked
-from tasks.common.results import write_results
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.environment import command_line
+from hf_sparseprior.runs.locks import holder, locked
+from hf_sparseprior.runs.results import write_results
 from tasks.robotics import commands
 from tasks.robotics.config import VALIDATION_SEED
 from tasks.robotics.environment import Environment

@@ -23,13 +23,13 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.files import file_sha256
-from tasks.common.command import run_command
-from tasks.common.environment import environment
-from tasks.common.locks import turn
-from tasks.common.measured import settings, suffix
-from tasks.common.processes import check_alone
-from tasks.common.results import Results
-from tasks.common.run_folder import MODEL, check_place, evaluation_folder
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.environment import environment
+from hf_sparseprior.runs.locks import turn
+from hf_sparseprior.runs.measured import settings, suffix
+from hf_sparseprior.runs.processes import check_alone
+from hf_sparseprior.runs.results import Results
+from hf_sparseprior.runs.run_folder import MODEL, check_place, evaluation_folder
 from tasks.robotics import commands
 from tasks.robotics.config import TEST_SEED
 from tasks.robotics.environment import Environment
@@ -78,7 +78,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure success on held-out seeds; write results_test.json, episodes.png and a film of the first episodes.
 
-    Of other episodes or settings than those in the folder they have a name of their own (tasks/common/measured.py).
+    Of other episodes or settings than those in the folder they have a name of their own
+    (hf_sparseprior/runs/measured.py).
 
     Episodes that were played before, under the same conditions, are not played again. If nothing can be drawn, picture
     and film are left out, and one line says so. A policy without cameras does not need them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 
-from tasks.common.command import run_command
+from hf_sparseprior.runs.command import run_command
 from tasks.robotics import commands
 
 PLUGIN = "tasks.robotics.lerobot_plugin"

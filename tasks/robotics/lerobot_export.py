@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_sparseprior.base.files import whole_folder, write_text
-from tasks.common.command import run_command
+from hf_sparseprior.runs.command import run_command
 from tasks.robotics import commands
 from tasks.robotics.observation_groups import ENVIRONMENT, GROUPS, STATE, image_feature
 

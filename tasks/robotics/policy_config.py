@@ -10,7 +10,7 @@ from hf_sparseprior.base.checks import check_finite
 from hf_sparseprior.base.families import Family
 from hf_sparseprior.base.limits import check_limit, check_size
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
-from tasks.common.models import section_family
+from hf_sparseprior.runs.models import section_family
 from tasks.robotics.diffusion import SAMPLERS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tasks.common.tables import wilson_interval
+from hf_sparseprior.runs.tables import wilson_interval
 from tasks.robotics.environment import Environment
 from tasks.robotics.environments import make_environment
 from tasks.robotics.formats import check_settings

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tasks.common.config import Config
+from hf_sparseprior.runs.config import Config
 from tasks.robotics import train
 from tasks.robotics.config import SECTIONS, check_config, load_config
 from tasks.robotics.formats import demonstrations_sha256

@@ -20,13 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, saved_family
-from hf_sparseprior.training.allocator import keep_freed_memory
-from hf_sparseprior.training.trainer import has_unlearned_predictor
-from tasks.common.command import run_command, tell_data
-from tasks.common.metrics import pack_correct
-from tasks.common.models import FAMILY_KEYS, alike_across_priors, decay_change
-from tasks.common.results import Results, finite_or_null, print_warnings
-from tasks.common.run_folder import (
+from hf_sparseprior.runs.command import run_command, tell_data
+from hf_sparseprior.runs.metrics import pack_correct
+from hf_sparseprior.runs.models import FAMILY_KEYS, alike_across_priors, decay_change
+from hf_sparseprior.runs.results import Results, finite_or_null, print_warnings
+from hf_sparseprior.runs.run_folder import (
     MODEL,
     RESULTS,
     RUN_CONFIG,
@@ -35,6 +33,8 @@ from tasks.common.run_folder import (
     last_whole_checkpoint,
     owned,
 )
+from hf_sparseprior.training.allocator import keep_freed_memory
+from hf_sparseprior.training.trainer import has_unlearned_predictor
 from tasks.robotics import commands
 from tasks.robotics.config import TrainerConfig, check_config, load_config
 from tasks.robotics.data import Windows, check_shapes, fit_normalizer, read_episodes

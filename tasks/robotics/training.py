@@ -25,14 +25,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_sparseprior.base.files import sync, whole_folder, write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
+from hf_sparseprior.runs.command import RunStopped
+from hf_sparseprior.runs.processes import check_joined, join_on_cpu
+from hf_sparseprior.runs.run_folder import MODEL
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import STOP, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.learning import LearningWatch
 from hf_sparseprior.training.stopping import StopRequest
 from hf_sparseprior.training.trainer import has_unlearned_predictor
-from tasks.common.command import RunStopped
-from tasks.common.processes import check_joined, join_on_cpu
-from tasks.common.run_folder import MODEL
 from tasks.robotics.config import VALIDATION_SEED, TrainerConfig
 from tasks.robotics.data import Windows
 from tasks.robotics.policy import CrosswayPolicy

@@ -16,11 +16,11 @@ from typing import Any
 
 from hf_sparseprior import SparsePriorTimesformerConfig
 from hf_sparseprior.base.checks import check_boolean, check_integer
+from hf_sparseprior.images.augmentation import AugmentationConfig as ImageAugmentationConfig
+from hf_sparseprior.images.randaugment import Policy, parse_policy
 from hf_sparseprior.models.configuration_sparseprior_vit import check_number
+from hf_sparseprior.runs.config import FINAL, Config, check_known, check_trainer, load_sections, trainer_keys
 from hf_sparseprior.training import Mixing
-from tasks.common.config import FINAL, Config, check_known, check_trainer, load_sections, trainer_keys
-from tasks.common.images.augmentation import AugmentationConfig as ImageAugmentationConfig
-from tasks.common.images.randaugment import Policy, parse_policy
 from tasks.video.motion import RENDERED, MotionConfig
 
 SECTIONS = ("data", "augmentation", "model", "trainer")

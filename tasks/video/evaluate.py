@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.common.evaluate import evaluate_main
+from tasks.common.command import evaluate_main
 from tasks.video.task import VIDEO
 
 main = partial(evaluate_main, VIDEO)

@@ -17,12 +17,12 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.tables import markdown_table, plus_minus
 from tasks.common import records
-from tasks.common.command import run_command
 from tasks.common.comparison_table import spread
-from tasks.common.metrics import unpack_correct
 from tasks.common.paired import RULE, Difference, differences, verdict
-from tasks.common.tables import markdown_table, plus_minus
 from tasks.video import commands
 from tasks.video.motion import CLASSES, KINDS, MotionConfig
 

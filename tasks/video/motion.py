@@ -21,8 +21,8 @@ import numpy as np
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.files import whole_folder, write_text
 from hf_sparseprior.base.json_files import read_json
-from tasks.common.command import run_command
-from tasks.common.results import validation_name
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.results import validation_name
 from tasks.video import commands
 from tasks.video.decoding import read_frames, write_video
 from tasks.video.rendered import SCENES, render

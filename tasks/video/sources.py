@@ -18,10 +18,10 @@ import numpy as np
 
 from hf_sparseprior.base.json_files import DATA_BYTES, read_json
 from hf_sparseprior.cli.image_files import HIDDEN, PassedOver, as_text, images_below, is_hidden
-from tasks.common.command import shown
-from tasks.common.images.data import stratified_cut
-from tasks.common.images.sources.images import label_problem, usual_name
-from tasks.common.locks import make_once
+from hf_sparseprior.images.data import stratified_cut
+from hf_sparseprior.images.sources.images import label_problem, usual_name
+from hf_sparseprior.runs.command import shown
+from hf_sparseprior.runs.locks import make_once
 from tasks.video.config import SPLITS, DataConfig
 from tasks.video.motion import check_clips, write_clips
 

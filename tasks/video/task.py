@@ -15,12 +15,12 @@ from transformers import AutoModelForVideoClassification, set_seed
 
 from hf_sparseprior import SparsePriorTimesformerConfig, SparsePriorTimesformerForVideoClassification
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.images.model import from_scratch
 from hf_sparseprior.models.pretrained import check_classes, check_saved_folder
+from hf_sparseprior.runs.config import Config
+from hf_sparseprior.runs.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
+from hf_sparseprior.runs.models import alike_across_priors
 from hf_sparseprior.saving.processor import PROCESSOR, image_processor_settings
-from tasks.common.config import Config
-from tasks.common.hf_run import HFTask, Prepared, Split, draw_sampler, make_collator
-from tasks.common.images.model import from_scratch
-from tasks.common.models import alike_across_priors
 from tasks.video.commands import EVAL_BATCH_SIZE, TRAINS
 from tasks.video.config import MODEL_EXTRAS, SECTIONS, AugmentationConfig, DataConfig, check_config
 from tasks.video.data import check_test_shape, cuts_of, load_data, make_dataset, make_test_dataset
@@ -180,6 +180,7 @@ def draw_test_clips(out: Path, prepared: Prepared, predicted: np.ndarray, headin
 
 VIDEO = HFTask(
     name="video",
+    module=__name__,
     trains=TRAINS,
     examples="clips",
     sections=SECTIONS,

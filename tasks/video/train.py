@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tasks.common import hf_run
+from hf_sparseprior.runs import hf_run
+from tasks.common import command
 from tasks.video.task import VIDEO
 
 run = partial(hf_run.run, VIDEO)
-main = partial(hf_run.train_main, VIDEO)
+main = partial(command.train_main, VIDEO)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from tasks.common.config import read_cells, read_rows
+from hf_sparseprior.runs.config import read_cells, read_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VIDEO = (

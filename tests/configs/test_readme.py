@@ -4,8 +4,8 @@ import itertools
 import re
 import shlex
 
+import hf_sparseprior.classification.config
 import tasks.classification.compare
-import tasks.classification.config
 import tasks.classification.vtab.plan
 import tasks.heads.compare
 import tasks.heads.task
@@ -21,7 +21,7 @@ from tests.each import each
 ROOT = shipped.CONFIGS.parent
 PAGES = [path for path in (ROOT / "README.md", shipped.CONFIGS / "README.md", *ROOT.glob("tasks/**/*.md"))]
 LOADERS = {
-    "tasks.classification.train": tasks.classification.config.load_config,
+    "tasks.classification.train": hf_sparseprior.classification.config.load_config,
     "tasks.classification.compare": tasks.classification.compare.load_comparison,
     "tasks.classification.vtab.sweep": tasks.classification.vtab.plan.load_sweep,
     "tasks.heads.compare": tasks.heads.compare.load_comparison,

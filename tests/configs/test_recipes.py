@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tasks.classification.config import SECTIONS, load_config
-from tasks.common.config import COMPARISON, read_layers
-from tasks.common.images.augmentation import Augmentation, AugmentationConfig
-from tasks.common.images.model import build_model
+from hf_sparseprior.classification.config import SECTIONS, load_config
+from hf_sparseprior.images.augmentation import Augmentation, AugmentationConfig
+from hf_sparseprior.images.model import build_model
+from hf_sparseprior.runs.config import COMPARISON, read_layers
 from tests.configs import shipped
 from tests.each import each
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_sparseprior.classification.config import load_config
+from hf_sparseprior.runs.run_folder import claim, folder_differences
 from tasks.classification.compare import load_comparison
-from tasks.classification.config import load_config
 from tasks.common.compare import all_records
 from tasks.common.records import read_records
-from tasks.common.run_folder import claim, folder_differences
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tasks" / "classification" / "results"

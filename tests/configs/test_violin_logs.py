@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from tasks.classification.config import load_config
+from hf_sparseprior.classification.config import load_config
 from tasks.fullsize.parameters import FILE
 from tasks.pretraining.config import DinoConfig
 from tasks.pretraining.schedules import cosine, warmed_up_cosine

@@ -17,7 +17,7 @@ from pathlib import Path
 import transformers
 
 from hf_sparseprior.base.files import write_text
-from tasks.common.tables import markdown_table
+from hf_sparseprior.runs.tables import markdown_table
 from tests.conformance.sources import ROOT, lay_out
 
 REPORT = ROOT / "outputs" / "conformance.md"

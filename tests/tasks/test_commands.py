@@ -227,14 +227,14 @@ def test_an_error_that_no_package_of_ours_causes_stays_as_it_is():
 
 def test_what_parsers_repeat_is_what_the_work_knows():
     """Parsers import nothing, so they have names and defaults of their own where what knows them imports torch."""
+    from hf_sparseprior.images.config import SPLITS
+    from hf_sparseprior.images.vtab_tasks import TASKS
     from tasks.benchmark import commands as benchmark
     from tasks.benchmark import gpu_count
     from tasks.benchmark.contenders_of_rivals import RIVALS
     from tasks.classification import commands as classification
     from tasks.classification.fetch_cifar10 import SOURCES
     from tasks.classification.vtab import commands as vtab
-    from tasks.common.images.config import SPLITS
-    from tasks.common.images.vtab_tasks import TASKS
     from tasks.common.mm import commands as mm
     from tasks.common.mm.photographs import Settings
     from tasks.common.mm.scenes import SceneSettings

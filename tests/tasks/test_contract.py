@@ -25,8 +25,8 @@ import yaml
 from matplotlib.figure import Figure
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tasks.common.locks import locked
-from tasks.common.results import Results, read_results
+from hf_sparseprior.runs.locks import locked
+from hf_sparseprior.runs.results import Results, read_results
 from tests.processes import ROOT, Started
 
 pytestmark = pytest.mark.slow

@@ -8,11 +8,11 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.images.model import build_model, check_pretrained
+from hf_sparseprior.images.sections import check_image_sections
 from tasks.analysis import flops
 from tasks.benchmark.__main__ import main as benchmark
 from tasks.classification import evaluate, train
-from tasks.common.images.model import build_model, check_pretrained
-from tasks.common.images.sections import check_image_sections
 from tasks.robotics.policy_config import PolicyConfig
 from tests.hf_sparseprior.toys import (
     HEADS,

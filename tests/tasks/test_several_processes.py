@@ -1,7 +1,7 @@
 """Two processes of torchrun without a GPU end like one process; killed, they go on.
 
 One task of each framework is killed. Classification, as transformers' Trainer, has tests of its own
-(tests/tasks/classification/test_distributed.py).
+(tests/hf_sparseprior/classification/test_distributed.py).
 """
 
 import os
@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tasks.common.results import read_results
+from hf_sparseprior.runs.results import read_results
 from tests.processes import launched, module
 from tests.tasks import test_contract as contract
 from tests.tasks.test_contract import empty_pictures  # noqa: F401  forked processes leave them empty as well

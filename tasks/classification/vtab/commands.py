@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasks.common.parsers import add_machines, command_parser
 
-TASKS = (  # as in tasks/common/images/vtab_tasks.py
+TASKS = (  # as in hf_sparseprior/images/vtab_tasks.py
     "cifar",
     "caltech101",
     "dtd",

@@ -22,18 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from tasks.classification.config import SECTIONS, check_config
-from tasks.classification.task import CLASSIFICATION
-from tasks.common.compare import (
-    check_one_checkpoint,
-    check_present,
-    check_record,
-    check_seeds,
-    check_start,
-    refuse_owned,
-    variant_configs,
-)
-from tasks.common.config import (
+from hf_sparseprior.classification.config import SECTIONS, check_config
+from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.images.vtab_tasks import SELECTION, TASKS
+from hf_sparseprior.runs.config import (
     FINAL,
     SWEEP,
     apply_overrides,
@@ -43,9 +35,17 @@ from tasks.common.config import (
     read_cell,
     read_layers,
 )
-from tasks.common.images.vtab_tasks import SELECTION, TASKS
-from tasks.common.results import read_results
-from tasks.common.run_folder import config_differences
+from hf_sparseprior.runs.results import read_results
+from hf_sparseprior.runs.run_folder import config_differences
+from tasks.common.compare import (
+    check_one_checkpoint,
+    check_present,
+    check_record,
+    check_seeds,
+    check_start,
+    refuse_owned,
+    variant_configs,
+)
 
 _OWNER = "the sweep's to choose"
 WHICH = ("pretrained", "preset", "family")  # of a `model` section: they say which model it is

@@ -17,12 +17,12 @@ import numpy as np
 
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.images.vtab_tasks import GROUPS, TASKS, Task
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.locks import REPORT_LOCK, turn
+from hf_sparseprior.runs.tables import count_of_seeds, markdown_table, plus_minus
 from tasks.classification.vtab import commands
 from tasks.classification.vtab.plan import Records, load_sweep, point_name
-from tasks.common.command import run_command
-from tasks.common.images.vtab_tasks import GROUPS, TASKS, Task
-from tasks.common.locks import REPORT_LOCK, turn
-from tasks.common.tables import count_of_seeds, markdown_table, plus_minus
 
 BEST = 3
 AVERAGE = "Avg."

@@ -26,24 +26,24 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.images.sources.vtab import task_folder
+from hf_sparseprior.images.vtab_tasks import TASKS
+from hf_sparseprior.runs.command import RunStopped, run_command
+from hf_sparseprior.runs.environment import command_line
+from hf_sparseprior.runs.locks import locked
+from hf_sparseprior.runs.processes import variables_set, visible_gpus
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.run_folder import RESULTS, InUse, default_output_dir
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification.train import run as train
 from tasks.classification.vtab import commands
 from tasks.classification.vtab.plan import Records, Run, Sweep, choose, load_sweep
 from tasks.classification.vtab.report import write_report
 from tasks.common import queue as queue_jobs
-from tasks.common.command import RunStopped, run_command
 from tasks.common.compare import check_seeds, record_of
-from tasks.common.environment import command_line
-from tasks.common.images.sources.vtab import task_folder
-from tasks.common.images.vtab_tasks import TASKS
-from tasks.common.locks import locked
 from tasks.common.machines import Shard, check_options
-from tasks.common.processes import variables_set, visible_gpus
 from tasks.common.queue import RunsFailed
 from tasks.common.ray_queue import RayQueue
-from tasks.common.results import write_results
-from tasks.common.run_folder import RESULTS, InUse, default_output_dir
 
 WAIT_SECONDS = 2.0  # before looking again for a run that another process may have given up
 
@@ -88,7 +88,7 @@ class Job:
 def claim(record: Path) -> Iterator[bool]:
     """Whether this process may do the run of a record. The claim holds until the block ends or the process dies.
 
-    It is the lock of a file next to the record (`tasks.common.locks`).
+    It is the lock of a file next to the record (`hf_sparseprior.runs.locks`).
     """
     with locked(record.with_suffix(".lock")) as mine:
         yield mine

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.results import print_warnings
+from hf_sparseprior.runs.run_folder import MODEL, RESULTS
 from hf_sparseprior.training.allocator import keep_freed_memory
-from tasks.common.command import run_command
 from tasks.common.compare import do_comparison
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.parsers import mm_compare_parser, mm_evaluate_parser, mm_train_parser
-from tasks.common.results import print_warnings
-from tasks.common.run_folder import MODEL, RESULTS
 
 
 def train_main(name: str, load_task: Callable[[], Task], argv: list[str] | None = None) -> int:

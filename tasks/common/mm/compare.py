@@ -26,9 +26,11 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from transformers import TrainerCallback
 
+from hf_sparseprior.runs.config import check_name, config_name, nested_names
+from hf_sparseprior.runs.locks import REPORT_LOCK, turn
+from hf_sparseprior.runs.processes import check_alone
+from hf_sparseprior.runs.run_folder import MODEL, RESULTS
 from tasks.common import compare
-from tasks.common.config import check_name, config_name, nested_names
-from tasks.common.locks import REPORT_LOCK, turn
 from tasks.common.mm.config import (
     OUTPUT_DIR,
     SEEDS,
@@ -44,9 +46,7 @@ from tasks.common.mm.runner import whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS
 from tasks.common.mm.task import PICTURE, Task
 from tasks.common.mm.train import run
-from tasks.common.processes import check_alone
 from tasks.common.queue import AnyQueue
-from tasks.common.run_folder import MODEL, RESULTS
 
 SEED = "randomness.seed"
 OWNED = {

@@ -13,11 +13,11 @@ from mmengine.config import Config, DictAction
 from mmengine.config.utils import MODULE2PACKAGE
 from mmengine.runner import Runner
 
+from hf_sparseprior.runs.command import first_line
+from hf_sparseprior.runs.config import check_known, missing_file, nested_names, split_cell
+from hf_sparseprior.runs.run_folder import default_output_dir
 from hf_sparseprior.training.finite import SETTING
 from tasks.common.annotated_folders import read_classes
-from tasks.common.command import first_line
-from tasks.common.config import check_known, missing_file, nested_names, split_cell
-from tasks.common.run_folder import default_output_dir
 
 # mmengine looks for the base `mmseg::FILE` in a distribution of another name than the maintained fork has.
 MODULE2PACKAGE["mmseg"] = "mmseg"

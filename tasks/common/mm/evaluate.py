@@ -10,17 +10,17 @@ from mmengine.config import Config
 
 from hf_sparseprior.base.files import file_sha256
 from hf_sparseprior.models.pretrained import hub_hint
-from tasks.common.command import tell_passed_over
-from tasks.common.measured import settings, suffix
+from hf_sparseprior.runs.command import tell_passed_over
+from hf_sparseprior.runs.measured import settings, suffix
+from hf_sparseprior.runs.processes import check_alone
+from hf_sparseprior.runs.results import Results
+from hf_sparseprior.runs.run_folder import check_place, evaluation_folder, model_folder
 from tasks.common.mm.config import WORK_DIR, as_json, check_data, load_config
 from tasks.common.mm.hooks import all_passed_over
 from tasks.common.mm.runner import QuietRunner, build_runner, classes_of, whole_model
 from tasks.common.mm.saving import CONFIG, WEIGHTS, fill_model
 from tasks.common.mm.task import MM_SPLITS, Task
 from tasks.common.mm.tta import with_tta
-from tasks.common.processes import check_alone
-from tasks.common.results import Results
-from tasks.common.run_folder import check_place, evaluation_folder, model_folder
 
 
 def evaluate(
@@ -34,7 +34,7 @@ def evaluate(
     """Metrics of a saved model on a split, with results and picture in `out` (default: RUN/evaluation).
 
     With `tta`, test-time augmentation (`with_tta`): results_SPLIT_tta.json, and no picture. Those of other data and
-    settings have a name of their own (tasks/common/measured.py).
+    settings have a name of their own (hf_sparseprior/runs/measured.py).
     """
     check_alone("evaluate")
     folder = model_folder(folder, CONFIG)

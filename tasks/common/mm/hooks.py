@@ -20,10 +20,10 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import DATA_SAMPLERS, FUNCTIONS, HOOKS, TRANSFORMS
 from tqdm import tqdm
 
+from hf_sparseprior.runs.command import RunStopped, tell_data, tell_passed_over
 from hf_sparseprior.training.finite import SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.learning import LearningWatch
 from hf_sparseprior.training.stopping import StopRequest, WorkerStart
-from tasks.common.command import RunStopped, tell_data, tell_passed_over
 from tasks.common.mm.reading import inner_datasets
 
 

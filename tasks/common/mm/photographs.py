@@ -41,8 +41,8 @@ import numpy as np
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.base.files import whole_folder, write_text
 from hf_sparseprior.base.json_files import read_json
-from tasks.common.command import run_command
-from tasks.common.locks import make_once
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.locks import make_once
 from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 from tasks.common.mm.scenes import BACKGROUND, SPLITS, corner_boxes, mask_box, run_lengths

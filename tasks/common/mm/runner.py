@@ -26,13 +26,13 @@ from hf_sparseprior.base.files import replace_durably
 from hf_sparseprior.mm.backbone import check_predictors
 from hf_sparseprior.mm.init_cfg import missing_layers
 from hf_sparseprior.mm.loading import refuse_pickles
+from hf_sparseprior.runs.command import first_line
+from hf_sparseprior.runs.models import take_weights
+from hf_sparseprior.runs.processes import check_joined, join_on_cpu
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting
-from tasks.common.command import first_line
 from tasks.common.mm.config import for_frameworks
 from tasks.common.mm.hooks import CheckFinite, OneLineProgress, StopOnSignal, TellData, TellLearning
 from tasks.common.mm.reading import check_reading
-from tasks.common.models import take_weights
-from tasks.common.processes import check_joined, join_on_cpu
 
 BY_CLASS = {"IoUMetric": "ClassIoUMetric"}  # metrics of mm, and what measures the same and keeps it by class
 _RUNS = itertools.count()  # of this process

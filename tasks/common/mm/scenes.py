@@ -38,11 +38,11 @@ import numpy as np
 from hf_sparseprior.analysis.pictures import pyplot, save
 from hf_sparseprior.base.files import whole_folder, write_text
 from hf_sparseprior.base.json_files import read_json
-from tasks.common.command import run_command
-from tasks.common.images.config import DataConfig
-from tasks.common.images.sources.arrays import read_digits, read_fashion_mnist
-from tasks.common.images.sources.images import Images
-from tasks.common.locks import make_once
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.sources.arrays import read_digits, read_fashion_mnist
+from hf_sparseprior.images.sources.images import Images
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.locks import make_once
 from tasks.common.mm import commands
 from tasks.common.mm.pictures import draw_instances
 

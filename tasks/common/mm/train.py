@@ -24,6 +24,9 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.runs.models import about_model
+from hf_sparseprior.runs.results import Results
+from hf_sparseprior.runs.run_folder import MODEL, RESULTS, cut_off, finished_results, newest_whole, owned
 from tasks.common.mm.config import OUTPUT_DIR, as_json, check_data, check_tested, run_identity
 from tasks.common.mm.hooks import LookAtData
 from tasks.common.mm.runner import (
@@ -38,9 +41,6 @@ from tasks.common.mm.runner import (
 )
 from tasks.common.mm.saving import WEIGHTS, save_model
 from tasks.common.mm.task import PICTURE, Task
-from tasks.common.models import about_model
-from tasks.common.results import Results
-from tasks.common.run_folder import MODEL, RESULTS, cut_off, finished_results, newest_whole, owned
 
 CHECKPOINTS = ("iter_*.pth", "epoch_*.pth")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.cli.image_files import decode_image
-from tasks.common.command import first_line
+from hf_sparseprior.runs.command import first_line
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
     EXECUTED,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior.base.files import whole_folder
-from tasks.common.command import first_line
+from hf_sparseprior.runs.command import first_line
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
     EXECUTED,

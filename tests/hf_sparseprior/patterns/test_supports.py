@@ -29,7 +29,7 @@ from hf_sparseprior.patterns.supports import (
     support_notes,
     support_settings,
 )
-from tasks.common.config import read_cell
+from hf_sparseprior.runs.config import read_cell
 from tests.configs import shipped
 from tests.each import each
 

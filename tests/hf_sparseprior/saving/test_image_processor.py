@@ -12,11 +12,11 @@ from hf_sparseprior.analysis.app_figures import attention_picture, open_model
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.cli.deployment import fitted_processor, saved_processor
 from hf_sparseprior.cli.exportable import Exportable
+from hf_sparseprior.images.processor import make_processor
 from hf_sparseprior.saving.card import CARD
 from hf_sparseprior.saving.image_processor import SparsePriorImageProcessor
 from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
-from tasks.common.images.processor import make_processor
 from tests.each import each
 from tests.hf_sparseprior.small import scatter, shipped_families, small
 from tests.processes import run_script

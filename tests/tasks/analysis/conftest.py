@@ -11,7 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis import image_maps, pictures
-from tasks.common.images.sources.tables import write_parquet
+from hf_sparseprior.images.sources.tables import write_parquet
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
 DIGITS = {"image_size": 8, "patch_size": 2, "num_labels": 10, **SMALL}

@@ -8,13 +8,13 @@ from PIL import Image
 
 import hf_sparseprior as sp
 from hf_sparseprior.analysis.image_maps import darkened, with_heat
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
 from hf_sparseprior.patterns.supports import build_mask
 from tasks.analysis.attention import attention_rows, main, query_rows
 from tasks.analysis.commands import parse_query
 from tasks.analysis.maps import chosen
 from tasks.analysis.runs import open_models
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import load_data
 from tests.each import each
 
 

@@ -8,11 +8,11 @@ from PIL import Image
 from transformers import BitImageProcessorPil
 
 import hf_sparseprior as sp
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
+from hf_sparseprior.images.sources import balanced_subset
 from tasks.analysis.box_variance import main, patches_inside, read_boxes
 from tasks.analysis.runs import open_models
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import load_data
-from tasks.common.images.sources import balanced_subset
 from tests.each import each
 
 LAYERS, GRID, PATCH = 2, 4, 4

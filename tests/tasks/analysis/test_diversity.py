@@ -8,10 +8,10 @@ from sklearn.datasets import load_digits
 
 import hf_sparseprior as sp
 from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
 from tasks.analysis.diversity import main, measure
 from tasks.analysis.runs import open_models
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import load_data
 
 
 def diversity_of(model, pixels):

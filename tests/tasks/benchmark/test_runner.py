@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hf_sparseprior.runs.locks import locked
 from tasks.benchmark import lone_process, report, runner
 from tasks.benchmark.__main__ import main
 from tasks.benchmark.entry import Benchmark, Target, turned
-from tasks.common.locks import locked
 
 RESULTS = runner.Path(report.__file__).parent / "results"
 QUICK = ["backbones", "--models", "vit_tiny", "--priors", "dense", "violin", "--sizes", "32", "--threads", "1",

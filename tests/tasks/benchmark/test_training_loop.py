@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from hf_sparseprior.images.model import build_model
+from hf_sparseprior.images.sections import load_image_config
 from tasks.benchmark import training_loop
-from tasks.common.images.model import build_model
-from tasks.common.images.sections import load_image_config
 from tests.each import each
 
 pytestmark = pytest.mark.slow

@@ -15,16 +15,16 @@ import yaml
 from scipy import stats
 
 from hf_sparseprior.analysis import pictures
+from hf_sparseprior.runs.hf_run import task_named
+from hf_sparseprior.runs.metrics import pack_correct
+from hf_sparseprior.runs.tables import count_of_seeds
 from tasks.claims import page, todo
 from tasks.claims.claim import TIERS, read_paper, read_papers
 from tasks.claims.kinds import FAILS, HOLDS, KINDS, NOT_YET, OPEN, UNTRIED, Bound, number_in
 from tasks.common.compare import all_records
 from tasks.common.compare import load_comparison as load_task_comparison
-from tasks.common.hf_run import task_named
-from tasks.common.metrics import pack_correct
 from tasks.common.paired import Difference, smallest_detectable
 from tasks.common.records import add_records
-from tasks.common.tables import count_of_seeds
 from tests.each import each
 
 METRIC = "test_accuracy"

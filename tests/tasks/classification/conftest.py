@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def empty_pictures():
     from hf_sparseprior.analysis.pictures import pyplot
-    from tasks.common import plots
+    from hf_sparseprior.runs import plots
 
     def save(figure, path):
         pyplot().close(figure)

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.classification.config import load_config
+from hf_sparseprior.classification.task import CLASSIFICATION
 from hf_sparseprior.patterns.decay import init_values
 from hf_sparseprior.priors.prior import resolve_prior
 from tasks.classification import evidence, train
 from tasks.classification.compare import load_comparison
-from tasks.classification.config import load_config
-from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import RECORDED, Comparison, record_of
 from tasks.common.records import add_records
 from tests.configs import shipped

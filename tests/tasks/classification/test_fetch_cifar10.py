@@ -9,8 +9,8 @@ import pytest
 from datasets import load_dataset
 from PIL import Image
 
+from hf_sparseprior.images.sources import cifar
 from tasks.classification import fetch_cifar10 as fetch
-from tasks.common.images.sources import cifar
 from tests.each import each
 
 PER_BATCH = 20

@@ -5,11 +5,11 @@ import torch
 
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.base.extras import EXTRAS
+from hf_sparseprior.images.model import build_model
 from hf_sparseprior.priors.prior import pruning_of
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from tasks.analysis.paper_numbers import UP_SHARES, masked_pruning_flops, sparsifiner_mhsa
 from tasks.classification.compare import load_comparison
-from tasks.common.images.model import build_model
 from tests.configs import shipped
 from tests.each import each
 

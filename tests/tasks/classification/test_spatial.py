@@ -6,11 +6,11 @@ import pytest
 from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 
+from hf_sparseprior.images.config import SPLITS, DataConfig
+from hf_sparseprior.images.data import load_data
+from hf_sparseprior.images.sources import arrays, cifar
 from tasks.classification import spatial
 from tasks.classification.spatial import GARMENT, TASKS, Pool, Sources, make_split
-from tasks.common.images.config import SPLITS, DataConfig
-from tasks.common.images.data import load_data
-from tasks.common.images.sources import arrays, cifar
 from tests.each import each
 
 SIZES = {"train": 48, "validation": 24, "test": 96}

@@ -17,20 +17,21 @@ from transformers import TrainerCallback
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.classification.config import SECTIONS
+from hf_sparseprior.runs import hf_run
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.results import write_results
+from hf_sparseprior.runs.run_folder import claim
 from hf_sparseprior.training import SoftTargetCollator
 from tasks.classification import train as training
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
-from tasks.classification.config import SECTIONS
-from tasks.common import compare, hf_run
+from tasks.common import compare
 from tasks.common.compare import run_comparison
 from tasks.common.comparison_table import table
-from tasks.common.metrics import unpack_correct
 from tasks.common.queue import Queue, RunsFailed
 from tasks.common.records import add_records, read_records
 from tasks.common.records import main as records_main
-from tasks.common.results import write_results
-from tasks.common.run_folder import claim
 from tests.each import each
 from tests.processes import IMPORTED, ROOT, script
 

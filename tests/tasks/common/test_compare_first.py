@@ -7,12 +7,13 @@ import pytest
 import yaml
 
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.classification.config import load_config
+from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.runs import hf_run
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
-from tasks.classification.config import load_config
-from tasks.classification.task import CLASSIFICATION
 from tasks.classification.vtab.plan import load_sweep
-from tasks.common import compare, hf_run
+from tasks.common import compare
 from tasks.common.compare import needed_first, run_comparison
 from tasks.common.records import read_records
 from tests.each import each

@@ -9,8 +9,8 @@ from PIL import Image
 from scipy import stats
 
 from hf_sparseprior.analysis import pictures
+from hf_sparseprior.runs.metrics import pack_correct, unpack_correct
 from tasks.common.comparison_table import draw_results, write_comparison
-from tasks.common.metrics import pack_correct, unpack_correct
 from tasks.common.paired import Difference, detectable, difference_table, differences, image_error, verdict
 from tests.each import each
 

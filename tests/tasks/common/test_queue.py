@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.common import locks
+from hf_sparseprior.runs import locks
+from hf_sparseprior.runs.command import RunStopped
+from hf_sparseprior.runs.locks import locked
+from hf_sparseprior.runs.run_folder import LOCK, InUse
 from tasks.common import queue as queue_module
-from tasks.common.command import RunStopped
-from tasks.common.locks import locked
 from tasks.common.queue import ATTEMPTS, Job, Queue, RunsFailed, _Running, duration, makespan
-from tasks.common.run_folder import LOCK, InUse
 from tests.processes import IMPORTED, Started, wait_until
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_sparseprior.runs.command import RunStopped
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
 from tasks.common import ray_queue
-from tasks.common.command import RunStopped
 from tasks.common.compare import run_comparison
 from tasks.common.queue import ATTEMPTS, Queue, RunsFailed
 from tasks.common.ray_queue import RayQueue

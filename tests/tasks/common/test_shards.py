@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_sparseprior.classification.task import CLASSIFICATION
 from tasks.classification.compare import load_comparison
 from tasks.classification.compare import main as compare_main
-from tasks.classification.task import CLASSIFICATION
 from tasks.common.compare import Comparison, run_comparison
 from tasks.common.machines import Shard
 from tasks.common.records import read_records

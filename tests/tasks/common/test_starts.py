@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.common.models import alike_across_priors, take_weights
+from hf_sparseprior.runs.models import alike_across_priors, take_weights
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PRIORS = ("violin", "fibottention+violin", "irpe_k")

@@ -28,9 +28,9 @@ from pycocotools.cocoeval import COCOeval
 from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.mm.loading import read_checkpoint
 from hf_sparseprior.patterns.supports import head_offsets
+from hf_sparseprior.runs.command import tell_passed_over
 from tasks.common.coco import annotation_damage, packed_pixels
 from tasks.common.coco_baseline import fit_constant, overlaps
-from tasks.common.command import tell_passed_over
 from tasks.common.mm.config import load_config
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.hooks import all_passed_over

@@ -17,10 +17,10 @@ from mmengine.registry import init_default_scope
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from hf_sparseprior.runs.results import read_results
 from tasks.common.mm.config import load_config
 from tasks.common.mm.runner import build_runner
 from tasks.common.mm.saving import fill_model
-from tasks.common.results import read_results
 from tasks.detection.evaluate import main as evaluate_main
 from tasks.detection.task import DETECTION
 from tasks.detection.train import main as train_main

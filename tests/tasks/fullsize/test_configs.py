@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tasks.common.hf_run import task_named
+from hf_sparseprior.runs.hf_run import task_named
 from tasks.fullsize.configs import find_runs
 from tasks.fullsize.run import config_file
 from tasks.fullsize.starts import model_of, named_models

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import load_data
-from tasks.common.images.vtab_tasks import TASKS
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
+from hf_sparseprior.images.vtab_tasks import TASKS
 from tasks.fullsize import fixtures
 from tasks.fullsize.fixtures import VTAB_TASK, WRITERS, fixture
 from tests.each import each

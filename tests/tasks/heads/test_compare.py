@@ -7,10 +7,10 @@ import yaml
 
 pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
+from hf_sparseprior.runs.results import read_results
 from tasks.common.comparison_table import table
 from tasks.common.paired import difference_table, differences
 from tasks.common.records import read_records
-from tasks.common.results import read_results
 from tasks.heads import compare
 from tests.configs import shipped
 from tests.each import each

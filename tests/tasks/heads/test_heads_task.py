@@ -22,11 +22,11 @@ pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.models.heads import backbone_of, offer_code
+from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.training.sampling import Draw
 from tasks.common import annotated_folders
 from tasks.common.coco import look_at_objects, read_coco
 from tasks.common.coco_baseline import fit_constant
-from tasks.common.results import read_results
 from tasks.heads import data as heads_data
 from tasks.heads import evaluate, train
 from tasks.heads.baseline import constant_objects

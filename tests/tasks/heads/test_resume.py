@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 pytest.importorskip("pycocotools", reason="the extra `heads` is not installed")
 
-from tasks.common.results import read_results
+from hf_sparseprior.runs.results import read_results
 from tasks.heads import train
 from tests.processes import ROOT, Started
 from tests.tasks.common.mm.shapes import write_shapes

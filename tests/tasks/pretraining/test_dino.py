@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTModel
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.images.sources.images import array_images
 from hf_sparseprior.training import Draw
-from tasks.common.images.sources.images import array_images
 from tasks.pretraining.config import DinoConfig, EvaluationConfig, check_config
 from tasks.pretraining.crops import CropConfig, CropDataset, MultiCrop, random_box, turned_hue
 from tasks.pretraining.dino import Dino, DinoHead, dino_loss

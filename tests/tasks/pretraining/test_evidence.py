@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tasks.common.results import write_results
+from hf_sparseprior.runs.results import write_results
 from tasks.pretraining import evidence
 
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from hf_sparseprior import SparsePriorViTBackbone
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.images.model import build_model
 from hf_sparseprior.models.pretrained import load_changed_model
+from hf_sparseprior.runs.results import read_results
 from tasks.classification import train as classification
-from tasks.common.images.model import build_model
 from tasks.common.records import read_records
-from tasks.common.results import read_results
 from tasks.pretraining import compare, evaluate, evidence, train
 from tasks.pretraining.evaluation import LinearState
 from tests.hf_sparseprior.small import SMALL

@@ -11,9 +11,9 @@ for package in ("diffusers", "gym_pusht", "zarr"):
     pytest.importorskip(package, reason="the robotics extra is not installed")
 
 from hf_sparseprior.patterns.supports import head_offsets  # noqa: E402
+from hf_sparseprior.runs.metrics import pack_correct, unpack_correct  # noqa: E402
 from tasks.common.compare import all_records  # noqa: E402
 from tasks.common.comparison_table import table  # noqa: E402
-from tasks.common.metrics import pack_correct, unpack_correct  # noqa: E402
 from tasks.common.records import add_records, read_records  # noqa: E402
 from tasks.robotics import compare, evaluate, training  # noqa: E402
 from tasks.robotics.config import TrainerConfig, check_config  # noqa: E402

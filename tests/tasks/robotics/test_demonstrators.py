@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tasks.common.locks import locked
+from hf_sparseprior.runs.locks import locked
 from tasks.robotics import demonstrate as command
 from tasks.robotics.demonstrate import AFTER_SUCCESS, demonstrate, main, make_demonstrator, record, replay
 from tasks.robotics.environments import gl_library, make_environment

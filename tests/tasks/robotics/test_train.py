@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from hf_sparseprior.patterns.supports import head_offsets, pruning_ratio
-from tasks.common.command import RunStopped
+from hf_sparseprior.runs.command import RunStopped
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config, load_config
 from tasks.robotics.formats import demonstrations_sha256

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("diffusers", reason="the robotics extra is not installed")
 pytest.importorskip("h5py", reason="the robotics extra is not installed")
 
-from tasks.common.results import read_results
+from hf_sparseprior.runs.results import read_results
 from tasks.robotics import train, training
 from tasks.robotics.config import check_config
 from tasks.robotics.data import Windows, read_episodes

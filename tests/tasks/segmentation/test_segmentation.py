@@ -32,14 +32,14 @@ from safetensors.torch import load_file, save_file
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.mm.loading import read_checkpoint
+from hf_sparseprior.runs.results import read_results
+from hf_sparseprior.runs.run_folder import claim
 from tasks.common.mm.config import fill_classes, for_frameworks, load_config, run_identity
 from tasks.common.mm.evaluate import evaluate
 from tasks.common.mm.reading import read_image
 from tasks.common.mm.runner import QuietRunner, build_runner
 from tasks.common.mm.saving import fill_model
 from tasks.common.mm.train import run
-from tasks.common.results import read_results
-from tasks.common.run_folder import claim
 from tasks.heads.data import PixelClasses
 from tasks.segmentation.data import FolderSegmentation, ReadAnnotation
 from tasks.segmentation.evaluate import main as evaluate_main

@@ -11,8 +11,8 @@ pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 pytest.importorskip("matplotlib", reason="needs the extra classification")
 
 from hf_sparseprior import SparsePriorTimesformerConfig
+from hf_sparseprior.images.randaugment import parse_policy, randaugment
 from hf_sparseprior.training import Draw, DrawSampler, Mixing, SoftTargetCollator
-from tasks.common.images.randaugment import parse_policy, randaugment
 from tasks.video import data, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import Preparation, Videos, load_data, make_dataset, make_test_dataset

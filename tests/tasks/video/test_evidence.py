@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
-from tasks.common.metrics import pack_correct
+from hf_sparseprior.runs.metrics import pack_correct
 from tasks.common.paired import differences
 from tasks.common.records import add_records
 from tasks.video.evidence import DIRECTION, PLAYING, by_video, compared, main, read_records, table

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="needs the extra classification")
 
 from sklearn.metrics import balanced_accuracy_score
 
-from tasks.common.metrics import confusion_matrix
+from hf_sparseprior.runs.metrics import confusion_matrix
 from tasks.video.config import PROTOCOLS, SOURCES, DataConfig, check_config
 from tasks.video.data import load_data
 from tasks.video.sources import READERS

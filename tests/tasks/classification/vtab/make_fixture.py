@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tasks.common.images.vtab_tasks import TASKS
+from hf_sparseprior.images.vtab_tasks import TASKS
 
 # Images of each list; train800val200 holds those of both.
 SIZES = {"train800": 32, "val200": 20, "test": 30}

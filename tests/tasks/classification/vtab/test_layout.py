@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.classification.config import check_config
+from hf_sparseprior.classification.config import check_config
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
+from hf_sparseprior.images.model import build_model
+from hf_sparseprior.images.sources import READERS
+from hf_sparseprior.images.vtab_tasks import LISTS, TASKS
 from tasks.classification.train import run
-from tasks.common.images.config import DataConfig
-from tasks.common.images.data import load_data
-from tasks.common.images.model import build_model
-from tasks.common.images.sources import READERS
-from tasks.common.images.vtab_tasks import LISTS, TASKS
 from tests.each import each
 from tests.tasks.classification.vtab.make_fixture import write_task, write_vtab
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hf_sparseprior.images.vtab_tasks import GROUPS, TASKS
 from tasks.classification.vtab import report
-from tasks.common.images.vtab_tasks import GROUPS, TASKS
 from tests.each import each
 
 # VIOLIN's printed VTAB-1K accuracies: Tables 19 to 21 by task, in its columns ("SN Ere" is smallNORB's elevation), and

@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 from hf_sparseprior import SparsePriorViTConfig
+from hf_sparseprior.images.vtab_tasks import TASKS
+from hf_sparseprior.runs import hf_run, locks
 from tasks.classification import train as training
 from tasks.classification.vtab import sweep as sweeping
 from tasks.classification.vtab.plan import Records, choose, load_sweep, point_name
 from tasks.classification.vtab.report import summarize
 from tasks.classification.vtab.sweep import Job, claim, main, work
-from tasks.common import hf_run, locks
 from tasks.common.compare import RECORDED
-from tasks.common.images.vtab_tasks import TASKS
 from tasks.common.machines import Shard
 from tasks.common.queue import RunsFailed
 from tests.configs import shipped

@@ -12,6 +12,8 @@ pytest.importorskip("mmcv.ops", reason="the extra `dense` is not installed")
 pytest.importorskip("mmseg", reason="the extra `dense` is not installed")
 pytest.importorskip("mmdet", reason="the extra `dense` is not installed")
 
+from hf_sparseprior.runs.results import read_results
+from hf_sparseprior.runs.run_folder import folder_differences
 from tasks.common.compare import all_records
 from tasks.common.comparison_table import table
 from tasks.common.mm import compare
@@ -19,8 +21,6 @@ from tasks.common.mm.config import load_config, run_identity
 from tasks.common.mm.task import task_named
 from tasks.common.mm.train import run
 from tasks.common.records import read_records
-from tasks.common.results import read_results
-from tasks.common.run_folder import folder_differences
 from tasks.detection.compare import main as compare_detection
 from tasks.segmentation.compare import main as compare_segmentation
 from tasks.segmentation.task import SEGMENTATION

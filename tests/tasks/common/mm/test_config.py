@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 
+from hf_sparseprior.runs.run_folder import folder_differences
 from tasks.common.mm.config import as_json, load_config, run_identity
-from tasks.common.run_folder import folder_differences
 
 TEXT = """
 model = dict(type="Net", sizes=(1, 2), parts=[dict(width=3), dict(width=4)], options=dict())

@@ -10,7 +10,7 @@ from PIL import Image
 
 pytest.importorskip("skimage", reason="the photos are scikit-image's")
 
-from tasks.common.images.sources import arrays
+from hf_sparseprior.images.sources import arrays
 from tasks.common.mm import scenes
 from tasks.common.mm.scenes import CLASSES, SPLITS, Layer, SceneSettings, compose, main, run_lengths
 from tests.each import each

@@ -15,7 +15,7 @@ from mmengine.config import Config
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import distributed
 
-from tasks.common import run_folder
+from hf_sparseprior.runs import run_folder
 from tasks.common.mm import train
 from tasks.common.mm.hooks import TellLearning, has_truth, ignored_pixels
 from tasks.common.mm.runner import check_batch

@@ -1,0 +1,1 @@
+"""A training run from its configuration to results, pictures and a saved model."""
