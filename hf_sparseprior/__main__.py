@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
 from hf_sparseprior.cli.arguments import PROGRAM, make_parser
 from hf_sparseprior.cli.command import USER_ERRORS, report_error
@@ -47,6 +48,13 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     explain.run(arguments)
     return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from hf_sparseprior.classification.command import train
+    from hf_sparseprior.runs.command import run_command
+
+    return run_command(f"{PROGRAM} train", partial(train, arguments), "from the last checkpoint")
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -130,6 +138,7 @@ def _app(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "list": _list,
     "explain": _explain,
+    "train": _train,
     "predict": _predict,
     "export": _export,
     "run-package": _run_package,

@@ -24,6 +24,18 @@ BACKENDS = ("sdpa", "gather", "diagonal", "reference")  # of exported files
 WEIGHTS = {"bfloat16": ("torch", "aoti"), "int8": ("torch", "onnx", "openvino")}
 EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
+TUNING, LABELS = ("full", "linear", "lora", "dora", "violin"), ("classes", "several", "numbers")
+RAW = argparse.RawDescriptionHelpFormatter
+SECTIONS_OF_TRAIN = """\
+sections of the settings, with examples:
+  data           data.test_fraction=0.1  data.label_column=species  data.corrupt=skip
+  augmentation   augmentation.crop=center  augmentation.balance=loss  augmentation.mixup=0.8
+  model          model.image_size=384  'model.prior={decay: {name: violin, init: finetune}}'
+  tuning         tuning.rank=16  tuning.targets=attention+mlp
+  trainer        trainer.learning_rate=1e-4  trainer.per_device_train_batch_size=64  trainer.seed=1
+                 trainer.early_stopping=3  trainer.report_to=tensorboard  trainer.bf16=true
+  distillation, token_labels, compression: see the project's tasks/classification/training.md
+"""
 FEATURES, UNREADABLE = ("pooled", "patches"), ("skip", "fatal")
 KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
 
@@ -38,6 +50,8 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_list(commands.add_parser("list", help="the names of all families, supports, decays, curves ..."))
     add_explain(commands.add_parser("explain", help="what a prior does on a grid, numbers and pictures"))
+    text = "train a classifier on a folder of images or a table"
+    add_train(commands.add_parser("train", help=text, epilog=SECTIONS_OF_TRAIN, formatter_class=RAW))
     text = "what a model sees in images: a table of labels, features, masks or boxes"
     add_predict(commands.add_parser("predict", help=text))
     text = "make a saved model ready to upload, or a file of it that runs without this package"
@@ -90,6 +104,26 @@ def parse_grid(text: str) -> tuple[int, ...]:
             f"{text!r} must be HEIGHTxWIDTH, for example 14x14, or FRAMESxHEIGHTxWIDTH, for example 8x14x14"
         )
     return tuple(map(int, parts))
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `train`."""
+    text = "a folder for each class, also below train, validation and test; or a .csv or .parquet file"
+    parser.add_argument("data", help=text)
+    text = f"a preset of `{PROGRAM} list families` (from scratch), folder of a run or a model, or a name on the hub"
+    parser.add_argument("--model", required=True, help=text)
+    parser.add_argument("--out", required=True, help="folder of the run; the same command goes on in it")
+    parser.add_argument("--prior", help="fibottention, violin, fibottention+violin ... (default: the model's)")
+    text = "what is trained: everything, the classifier, LoRA, DoRA, or the prior's decay (default %(default)s)"
+    parser.add_argument("--tuning", choices=TUNING, default=TUNING[0], help=text)
+    text = "of an image: a class, several, or numbers; the last two of a .csv file (default %(default)s)"
+    parser.add_argument("--labels", choices=LABELS, default=LABELS[0], help=text)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=float, help="of training (default 20)")
+    length.add_argument("--minutes", type=float, help="of training and tests, measured on this machine")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run with other settings")
+    text = "any setting, see below"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help=text)
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

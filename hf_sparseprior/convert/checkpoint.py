@@ -6,7 +6,9 @@ import argparse
 import functools
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.stock_attention import RECORD
@@ -232,6 +235,36 @@ def convert_checkpoint(
             shutil.copyfile(processor, scratch / PROCESSOR)
         what, *remarks = target.write(model, to, scratch)
     return [f"{out}: {what}, from {Path(source).name}", *notes, *remarks]
+
+
+def is_foreign(folder: Any) -> bool:
+    """Whether this is a folder of a saved model that is none of our families."""
+    if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / CONFIG_NAME).is_file():
+        return False
+    return _read_json(Path(folder) / CONFIG_NAME).get("model_type") not in FAMILIES
+
+
+def foreign_fields(folder: str | os.PathLike) -> dict[str, Any]:
+    """Fields of our config for a foreign model; "model_type" names the family.
+
+    Raises:
+        ValueError, OSError: as `convert_checkpoint`.
+    """
+    return _read_as_ours(folder, None)[1]
+
+
+@contextmanager
+def converted(folder: str | os.PathLike) -> Iterator[Path]:
+    """A folder of our format that computes what a foreign model does, removed at the end of the block. Attention
+    pooling (SigLIP) is left out, and with it the classifier.
+
+    Raises:
+        ValueError, OSError: as `convert_checkpoint`.
+    """
+    pooled = any(key.startswith(ATTENTION_POOLING) for key in _read_as_ours(folder, None)[0])
+    with tempfile.TemporaryDirectory() as scratch:
+        convert_checkpoint(folder, Path(scratch, "model"), drop_classifier=pooled)
+        yield Path(scratch, "model")
 
 
 def _same_predictor(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

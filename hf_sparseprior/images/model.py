@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.base.checks import check_finite
+from hf_sparseprior.base.families import FAMILIES, Family
+from hf_sparseprior.convert.checkpoint import converted, foreign_fields, is_foreign
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, weights_sha256
 from hf_sparseprior.runs.models import FAMILY_KEYS, alike_across_priors, section_family
 
@@ -20,7 +23,8 @@ MODEL_EXTRAS = (*FAMILY_KEYS, "classifier_init_std")
 def build_model(model: dict[str, Any], classes: Sequence[str], problem: str | None = None) -> Any:
     """The model of a configuration's `model` section, from scratch or from a saved folder.
 
-    A model from a folder may have another prior, other classes and another image size (`load_changed_model`).
+    A model from a folder may have another prior, other classes and another image size (`load_changed_model`). One of
+    transformers or timm is made ours, as `convert` does.
 
     Args:
         model: the section.
@@ -40,13 +44,31 @@ def build_model(model: dict[str, Any], classes: Sequence[str], problem: str | No
     options["problem_type"] = problem
     if pretrained:
         check_saved_folder(pretrained, "model.pretrained")
-        built = _from_folder(pretrained, section_family(model).image_classifier, options)
+        with converted(pretrained) if is_foreign(pretrained) else nullcontext(pretrained) as folder:
+            built = _from_folder(str(folder), start_family(model).image_classifier, options)
     else:
-        family = section_family(model)
+        family = start_family(model)
         built = from_scratch(family.image_classifier, partial(family.make_config, preset), options)
     if std is not None:
         _draw_classifiers(built, classifier_names(built), std)
     return built
+
+
+def start_family(model: dict[str, Any]) -> Family:
+    """The family of a `model` section, which may start from a foreign checkpoint.
+
+    Raises:
+        ValueError, OSError: as `section_family` and `convert`.
+    """
+    folder, given = model.get("pretrained"), model.get("family")
+    if not is_foreign(folder):
+        return section_family(model)
+    family = FAMILIES[foreign_fields(folder)["model_type"]]
+    if family.takes != "images":
+        raise ValueError(f"model.pretrained={folder} takes {family.takes}, not images")
+    if given not in (None, family.name):
+        raise ValueError(f"model.family={given!r}, and model.pretrained={folder} becomes a {family.name!r}")
+    return family
 
 
 def from_scratch(model_class: Any, make_config: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -85,7 +107,7 @@ def check_model(model: dict[str, Any]) -> None:
     """Let the configuration of a model from scratch check itself. A saved model need not exist yet."""
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     if model.get("preset") or not model.get("pretrained"):
-        section_family(model).make_config(model.get("preset"), **options)
+        start_family(model).make_config(model.get("preset"), **options)
 
 
 def check_pretrained(model: dict[str, Any]) -> None:
@@ -98,15 +120,15 @@ def check_pretrained(model: dict[str, Any]) -> None:
     if not (folder := model.get("pretrained")):
         return
     check_saved_folder(folder, "model.pretrained")
-    config_class: Any = section_family(model).config_class
-    saved, _ = config_class.get_config_dict(folder)
+    config_class: Any = start_family(model).config_class
+    saved = foreign_fields(folder) if is_foreign(folder) else config_class.get_config_dict(folder)[0]
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     config_class.from_dict({**saved, **options})
 
 
 def model_keys(model: dict[str, Any]) -> list[str]:
     """Every key that a `model` section of its family may have."""
-    return [*section_family(model).config_fields, "out_features", "out_indices", *MODEL_EXTRAS]
+    return [*start_family(model).config_fields, "out_features", "out_indices", *MODEL_EXTRAS]
 
 
 def check_classifier_init_std(model: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def load_predictor(
     if features is not None and features not in FEATURES:
         raise ValueError(f"features={features!r} must be one of {', '.join(FEATURES)}")
     if isinstance(model, (str, os.PathLike)):
-        folder = _folder(model)
+        folder = local_folder(model)
         if (folder / DEPLOYMENT).is_file():
             if features is not None:
                 raise ValueError(f"features={features!r} needs a model, and {folder} holds an exported file")
@@ -71,7 +71,7 @@ def _refuse_processor(processor: Any, folder: Path) -> None:
         raise ValueError(f"processor={processor!r:.80} is for models, and {folder} says how its images are prepared")
 
 
-def _folder(source: str | os.PathLike) -> Path:
+def local_folder(source: str | os.PathLike) -> Path:
     """A local folder; of a name on the hub its snapshot, without files that are code or would be unpickled.
 
     Raises:

@@ -32,11 +32,13 @@ from typing import Any
 
 import yaml
 
-from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.checks import check_finite, check_integer
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values
 # Keys of a comparison in addition to those of the run that its rows change.
 COMPARISON = ("first", "seeds", "variants", "reference")
+# Keys of a `trainer` section that say how long a run is, and so exclude `minutes`.
+LENGTHS = ("num_train_epochs", "max_steps", "learning_rate_steps", "keep_rate_epochs")
 FINAL = "final"  # data.stage of runs that train on the validation examples, too
 SWEEP = ("title", "seeds", "selection_seeds", "grid", "variants")  # the same of a VTAB sweep
 
@@ -188,13 +190,18 @@ def _check_numbers(trainer: dict[str, Any]) -> None:
         check_integer("trainer.seed", seed, 0)
     if (epochs := trainer.get("num_train_epochs")) is not None and not epochs >= 0:
         raise ValueError(f"trainer.num_train_epochs={epochs} must be 0 or more")
+    if (minutes := trainer.get("minutes")) is not None:
+        check_finite("trainer.minutes", minutes, zero=False)
+        for name in LENGTHS:
+            if trainer.get(name) is not None:
+                raise ValueError(f"trainer.{name}={trainer[name]!r} excludes trainer.minutes={minutes}; set it to null")
 
 
 def trainer_keys() -> list[str]:
     """Every key of a `trainer` section."""
     from hf_sparseprior.training import SparsePriorTrainingArguments
 
-    return [field.name for field in fields(SparsePriorTrainingArguments) if field.init]
+    return [*(field.name for field in fields(SparsePriorTrainingArguments) if field.init), "minutes"]
 
 
 def check_known(given: Iterable[str], known: Sequence[str], where: str, kind: str = "key") -> None:

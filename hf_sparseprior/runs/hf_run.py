@@ -2,6 +2,7 @@
 
 OUT/run_config.json            what makes the run this one
 OUT/checkpoint-N/              what an interrupted run goes on from
+OUT/plan.json                  with `trainer.minutes`: the steps that fit into them (hf_sparseprior/runs/minutes.py)
 OUT/model/                     model, image processor and card; model_ema/: with the moving average of the weights;
                                adapter/: what LoRA or DoRA learned, alone
 OUT/curves.png, confusion.png  and more pictures of the task
@@ -29,17 +30,16 @@ from hf_sparseprior.base.files import file_sha256, sync, write_text
 from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.runs.class_report import ClassReport
 from hf_sparseprior.runs.command import RunStopped, tell_data
-from hf_sparseprior.runs.config import FINAL, Config, load_sections
+from hf_sparseprior.runs.config import FINAL, LENGTHS, Config, load_sections
 from hf_sparseprior.runs.label_reports import REPORTS, Report, SeveralReport, validation_measure
 from hf_sparseprior.runs.labels import CLASSES, METRICS, NUMBERS, SEVERAL
 from hf_sparseprior.runs.metrics import compute_metrics, confusion_matrix, pack_correct, what_was_not_learned
+from hf_sparseprior.runs.minutes import MOST_STEPS, copied, follow_plan
 from hf_sparseprior.runs.models import about_model, merged, save_adapter, trainable_parameters
 from hf_sparseprior.runs.plots import draw_confusion, draw_history
 from hf_sparseprior.runs.processes import check_joined, join_on_cpu
 from hf_sparseprior.runs.results import (
     Results,
-    metric_text,
-    print_warnings,
     read_results,
     trainer_history,
     validation_name,
@@ -308,6 +308,8 @@ def run(
     ):
         if trainer.is_world_process_zero():
             tell_splits(task, prepared, judged=arguments.eval_strategy != "no")
+        if (minutes := config["trainer"].get("minutes")) is not None:
+            follow_plan(trainer, minutes, out, partial(make_trial, task, config, prepared))
         train(trainer, checkpoint)
         results, tested = judge(task, config, prepared, trainer)
         results.trainable_parameters, results.command = trained, command or results.command
@@ -437,6 +439,8 @@ def trainer_arguments(
     # A copy: transformers writes its own defaults into the dictionaries it is given.
     given = {**defaults, **(task_defaults or {}), **copy.deepcopy(section)}
     given["report_to"] = "none"  # transformers' trackers log some steps twice in a resumed run
+    if given.pop("minutes", None) is not None:  # no argument of the Trainer: `minutes.follow_plan` makes steps of it
+        given = {key: value for key, value in given.items() if key not in LENGTHS}
     arguments = _trainer_errors(SparsePriorTrainingArguments, **given)
     check_joined()
     return arguments
@@ -460,6 +464,20 @@ def check_schedule(arguments: Any) -> None:
         num_training_steps=10,
         scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
     )
+
+
+def make_trial(task: HFTask, config: Config, prepared: Prepared, folder: str) -> SparsePriorTrainer:
+    """The Trainer of `minutes.follow_plan`."""
+    section = {
+        **config["trainer"],
+        "output_dir": folder,
+        "max_steps": MOST_STEPS,
+        "minutes": None,
+        "disable_tqdm": True,
+    }
+    section |= {"eval_strategy": "no", "save_strategy": "no", "logging_strategy": "no"}
+    section |= {"load_best_model_at_end": False, "early_stopping": None}
+    return make_trainer(copied(prepared), trainer_arguments(section, task.trainer_defaults))
 
 
 def global_batch(arguments: Any) -> int:
@@ -586,16 +604,6 @@ def best_epoch(state: Any, arguments: Any) -> dict[str, Any] | None:
     }
 
 
-def tell_best_epoch(best: Mapping[str, Any] | None) -> str:
-    """A line about what `best_epoch` returns."""
-    if best is None:
-        return "no epoch was chosen on validation: the weights of the last step are saved"
-    metric, value = best["metric"].replace("_", " "), best["value"]
-    number = f"{value:.4f}" if metric.endswith("loss") else metric_text(best["metric"], value)
-    line = f"best epoch: {best['epoch']:.4g} of {best['epochs']:.4g}, {metric} {number}"
-    return line if best["stopped_epoch"] is None else f"{line}; stopped early after epoch {best['stopped_epoch']:.4g}"
-
-
 def named_metrics(
     task: HFTask, split: str, counts: np.ndarray, classes: Sequence[str], report: ClassReport | None
 ) -> dict[str, float]:
@@ -662,22 +670,3 @@ def draw(task: HFTask, out: Path, prepared: Prepared, results: Results, tested: 
         draw_confusion(np.array(results.details["confusion"]), prepared.classes, out / "confusion.png", title)
         pictures.append("confusion.png")
     results.details["pictures"] = [*pictures, *task.draw(out, prepared, tested.predicted, heading)]
-
-
-def print_results(results: dict[str, Any], out: str) -> None:
-    """What the terminal shows at the end of a run; runs of earlier versions may lack a part."""
-    for name, value in results["metrics"].items():
-        print(f"{name}: {metric_text(name, value)}")
-    if (trained := results.get("trainable_parameters", results["parameters"])) != results["parameters"]:
-        if trained > results["parameters"]:  # a head that is not saved, or what compression cut out
-            print(f"{trained} parameters trained, of which the saved model keeps {results['parameters']}")
-        else:
-            print(f"{trained} parameters trained of {results['parameters']}")
-    if "best_epoch" in results:  # runs of earlier versions do not say it
-        print(tell_best_epoch(results["best_epoch"]))
-    print(f"waiting for data: {100 * results['data_wait']:.1f} % of the training time")
-    if results.get("max_decay_change") is not None:
-        print(f"max |M - 1| of the learned decay: {results['max_decay_change']:.4f}")
-    print_warnings(results)
-    pictures = " ".join(f"{out}/{name}" for name in results.get("pictures", ("curves.png", "confusion.png")))
-    print(f"results: {out}/{RESULTS}, pictures: {pictures}, model: {out}/{MODEL}")

@@ -9,7 +9,8 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.models.pretrained import check_saved_folder
 from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.evaluate import evaluate_model, label_of, run_config
-from hf_sparseprior.runs.hf_run import HFTask, print_results, run
+from hf_sparseprior.runs.hf_run import HFTask, run
+from hf_sparseprior.runs.printed import print_results
 from hf_sparseprior.runs.results import metric_text, print_warnings
 from hf_sparseprior.runs.run_folder import evaluation_folder, model_folder
 from hf_sparseprior.training.allocator import keep_freed_memory

@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from hf_sparseprior.classification.task import CLASSIFICATION
-from hf_sparseprior.runs.hf_run import print_results, run
+from hf_sparseprior.runs.hf_run import run
+from hf_sparseprior.runs.printed import print_results
 from tasks.video.task import VIDEO
 from tests.each import each
 

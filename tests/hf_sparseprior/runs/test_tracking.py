@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from hf_sparseprior.analysis import pictures
 from hf_sparseprior.runs import hf_run, plots, tracking
 from hf_sparseprior.runs.config import check_trainer
-from hf_sparseprior.runs.hf_run import print_results
+from hf_sparseprior.runs.printed import print_results, tell_best_epoch
 from tasks.classification import train as training
 from tests.each import each
 
@@ -353,7 +353,7 @@ def test_the_best_epoch_is_that_of_the_history(finished, capsys):
     line = f"best epoch: {best['epoch']:.0f} of 3, validation accuracy {100 * best['value']:.2f} %\n"
     assert line in capsys.readouterr().out
     loss = {**BEST, "epoch": 1.5, "metric": "validation_ema_loss", "stopped_epoch": None}  # is no share
-    assert hf_run.tell_best_epoch(loss) == "best epoch: 1.5 of 6, validation ema loss 0.7500"
+    assert tell_best_epoch(loss) == "best epoch: 1.5 of 6, validation ema loss 0.7500"
 
 
 @pytest.mark.parametrize("trainer", [{}, {"eval_strategy": "no"}])

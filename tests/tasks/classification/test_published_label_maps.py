@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.tasks.classification.test_label_maps import STUDENT, config_in
 
 from hf_sparseprior.training import LabelMaps
 from hf_sparseprior.training.token_labels import map_probabilities
 from tasks.classification import published_label_maps
 from tasks.classification import train as training
 from tests.each import each
+from tests.hf_sparseprior.classification.test_label_maps import STUDENT, config_in
 
 CLASSES, GRID = 7, 18
 NAMES = ["n01440764", "n01443537", "n01484850", "n01491361", "n01494475", "n01496331", "n01498041"]

@@ -1,1 +1,1 @@
-from tests.tasks.classification.conftest import empty_pictures  # noqa: F401  runs of that task are compared here too
+from tests.hf_sparseprior.classification.conftest import empty_pictures  # noqa: F401  runs of that task are compared here too

@@ -1,0 +1,162 @@
+"""`sparseprior train`: what its arguments mean, and a run from photographs to a model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from transformers import (
+    AutoModelForImageClassification,
+    DeiTConfig,
+    DeiTForImageClassification,
+    TimesformerConfig,
+    TimesformerForVideoClassification,
+)
+
+import hf_sparseprior as sp
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.classification import command
+from hf_sparseprior.classification.command import RECIPE, data_section, model_section, train_config
+from hf_sparseprior.classification.tuning import METHODS
+from hf_sparseprior.cli import arguments
+from hf_sparseprior.images.model import build_model
+from hf_sparseprior.runs.labels import LABELS
+from tests.processes import ROOT
+
+SMALL = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+QUICK = ["trainer.use_cpu=true", "trainer.dataloader_num_workers=0", "trainer.disable_tqdm=true"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """120 digits in class folders without splits."""
+    folder = tmp_path_factory.mktemp("photos")
+    digits = load_digits()
+    for number in range(120):
+        file = folder / ("even", "odd")[digits.target[number] % 2] / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray((16 * digits.images[number]).clip(0, 255).astype(np.uint8)).convert("RGB").save(file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deit(tmp_path_factory):
+    """A small DeiT of transformers."""
+    folder = tmp_path_factory.mktemp("stock") / "deit"
+    DeiTForImageClassification(DeiTConfig(**SMALL, intermediate_size=48, num_labels=3)).save_pretrained(folder)
+    return folder
+
+
+def run(photos, model, out, *options):
+    given = ["train", str(photos), "--model", str(model), "--out", str(out), *options, "--set", *QUICK]
+    return main(given)
+
+
+@pytest.mark.slow
+def test_from_photographs_and_a_stock_model_to_ours(photos, deit, tmp_path, capsys):
+    out = tmp_path / "run"
+    options = ["--prior", "fibottention+violin", "--tuning", "lora", "--epochs", "1"]
+    assert run(photos, deit, out, *options) == 0
+    said = capsys.readouterr().out
+    assert "trains on 72 images of 2 classes ['even', 'odd']" in said and f"sparseprior predict {out}" in said
+    results = json.loads((out / "results.json").read_text())
+    assert results["prior"] == "fibottention+violin" and results["method"] == "lora" and results["steps"] == 3
+    assert results["trainable_parameters"] < results["parameters"] and (out / "report.md").is_file()
+    model = AutoModelForImageClassification.from_pretrained(out / "model")
+    assert isinstance(model, sp.SparsePriorViTForImageClassification) and model.config.id2label == {0: "even", 1: "odd"}
+    start = DeiTForImageClassification.from_pretrained(deit).state_dict()["deit.embeddings.position_embeddings"]
+    assert (model.vit.embeddings.position_embeddings == start).all()  # LoRA leaves it
+    time = (out / "results.json").stat().st_mtime_ns
+    assert run(photos, deit, out, *options) == 0 and (out / "results.json").stat().st_mtime_ns == time
+    assert run(photos, deit, out, "--epochs", "1") == 2
+    assert "belongs to another run" in capsys.readouterr().err
+    again = tmp_path / "again"
+    assert run(photos, out, again, "--epochs", "1") == 0  # of a finished run
+    assert json.loads((again / "run_config.json").read_text())["model"]["pretrained"] == str(out / "model")
+
+
+def test_a_stock_model_computes_the_same_as_ours(deit):
+    classes = [f"LABEL_{number}" for number in range(3)]
+    built = build_model({"pretrained": str(deit)}, classes).eval()
+    stock = DeiTForImageClassification.from_pretrained(deit).eval()
+    assert isinstance(built.config, sp.SparsePriorViTConfig)
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(built(images).logits, stock(images).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "vit_tinny",
+            r"vit_tinny must be a preset, a folder of a model, or OWNER/NAME .*; did you mean vit_tiny",
+        ),
+        ("nothing", "presets: .*vit_small"),
+    ],
+)
+def test_unknown_models_are_named(model, message):
+    with pytest.raises(OSError, match=message):
+        model_section(model)
+
+
+def test_a_video_model_is_refused(tmp_path):
+    small = {**SMALL, "intermediate_size": 48, "num_frames": 2}
+    TimesformerForVideoClassification(TimesformerConfig(**small)).save_pretrained(tmp_path / "clips")
+    with pytest.raises(ValueError, match="takes clips, not images"):
+        train_config(str(tmp_path), str(tmp_path / "clips"), "out")
+
+
+def test_data_is_known_by_its_form(tmp_path):
+    (tmp_path / "table.csv").touch()
+    assert data_section(str(tmp_path / "table.csv")) == {"source": "csv", "path": str(tmp_path / "table.csv")}
+    assert data_section(str(tmp_path))["source"] == "csv"
+    (tmp_path / "other.parquet").touch()
+    with pytest.raises(ValueError, match="tables of several kinds, csv, parquet; name one file"):
+        data_section(str(tmp_path))
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(ValueError, match=r"photo.jpg must be a folder of images or a table \(.csv, .parquet, .arrow\)"):
+        data_section(str(tmp_path / "photo.jpg"))
+    with pytest.raises(OSError, match="nowhere does not exist"):
+        data_section(str(tmp_path / "nowhere"))
+    (tmp_path / "images").mkdir()
+    assert data_section(str(tmp_path / "images"))["source"] == "imagefolder"
+
+
+def test_arguments_become_a_configuration(tmp_path):
+    whole = train_config(str(tmp_path), "vit_tiny", "out")
+    assert whole["trainer"]["num_train_epochs"] == 20 and whole["trainer"]["layer_decay"] == 1.0
+    assert whole["model"]["preset"] == "vit_tiny" and whole["tuning"] == {"method": "full"}
+    timed = train_config(str(tmp_path), "vit_tiny", "out", minutes=3, overrides=["trainer.learning_rate=1e-4"])
+    assert timed["trainer"]["minutes"] == 3 and timed["trainer"]["learning_rate"] == 1e-4
+    assert "num_train_epochs" not in timed["trainer"]
+    with pytest.raises(ValueError, match=r"tuning\.method=lora changes a part of a saved model"):
+        train_config(str(tmp_path), "vit_tiny", "out", tuning="lora")
+    with pytest.raises(ValueError, match="section 'trainer' has no key 'lr'"):
+        train_config(str(tmp_path), "vit_tiny", "out", overrides=["trainer.lr=1"])
+
+
+def test_the_recipe_is_that_of_the_file():
+    file = yaml.safe_load((ROOT / "configs" / "recipes" / "finetune.yaml").read_text())
+    del file["data"]
+    file["trainer"]["learning_rate"] = float(file["trainer"]["learning_rate"])  # 5e-4 is text in YAML 1.1
+    assert file == RECIPE
+    ways = yaml.safe_load((ROOT / "configs" / "classification" / "tuning.yaml").read_text())["matrix"]["method"]
+    part = {name: ways["lora"][name] for name in ("model", "trainer")}
+    part["trainer"]["learning_rate"] = float(part["trainer"]["learning_rate"])
+    assert part == command.PART
+
+
+def test_the_parser_knows_all_choices():
+    assert arguments.TUNING == METHODS and arguments.LABELS == LABELS
+
+
+def test_nothing_is_written_for_a_bad_value(photos, tmp_path, capsys):
+    assert run(photos, "vit_tiny", tmp_path / "run", "--epochs", "-1") == 2
+    assert "trainer.num_train_epochs=-1.0 must be 0 or more" in capsys.readouterr().err
+    assert run(Path(photos, "even"), "vit_tiny", tmp_path / "run") == 2
+    assert not (tmp_path / "run").exists()
