@@ -100,7 +100,7 @@ def train_config(
     """The configuration of a run.
 
     Args:
-        data: folder of class folders, of train, validation and test with class folders, or of such tables; or a table.
+        data: folder of class folders, of train, validation and test with class folders, or of tables; or a CSV file.
         model: a preset (from scratch), the folder of a run or of a saved model (ours, of transformers or timm), or
             a name on the hub.
         out: folder of the run.
@@ -149,10 +149,10 @@ def model_section(model: str) -> dict[str, Any]:
 
 
 def data_section(data: str) -> dict[str, Any]:
-    """`source` and `path` of what a user named: a table by its ending, a folder by what lies in it.
+    """`source` and `path` of what a user named: a CSV file, or a folder by what lies in it.
 
     Raises:
-        OSError: for what is not there. ValueError: for a file that is no table.
+        OSError: for what is not there. ValueError: for another file, and for tables of several kinds.
     """
     path = Path(data)
     if path.is_dir():
@@ -161,7 +161,7 @@ def data_section(data: str) -> dict[str, Any]:
             raise ValueError(f"{data} holds tables of several kinds, {', '.join(sorted(found))}; name one file")
         return {"source": found.pop() if found else "imagefolder", "path": data}
     if not path.is_file():
-        raise FileNotFoundError(f"{data} does not exist; give a folder of images or a table ({', '.join(TABLES)})")
-    if path.suffix not in TABLES:
-        raise ValueError(f"{data} must be a folder of images or a table ({', '.join(TABLES)})")
-    return {"source": TABLES[path.suffix], "path": data}
+        raise FileNotFoundError(f"{data} does not exist; give a folder of images or of tables, or a .csv file")
+    if path.suffix != ".csv":
+        raise ValueError(f"{data} must be a folder of images or of tables ({', '.join(TABLES)}), or a .csv file")
+    return {"source": "csv", "path": data}

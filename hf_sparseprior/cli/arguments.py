@@ -108,7 +108,7 @@ def parse_grid(text: str) -> tuple[int, ...]:
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Arguments of `train`."""
-    text = "a folder for each class, also below train, validation and test; or a .csv or .parquet file"
+    text = "a folder for each class, also below train, validation and test; a .csv file; a folder of .parquet files"
     parser.add_argument("data", help=text)
     text = f"a preset of `{PROGRAM} list families` (from scratch), folder of a run or a model, or a name on the hub"
     parser.add_argument("--model", required=True, help=text)
