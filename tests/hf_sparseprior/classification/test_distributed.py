@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.runs import minutes
 from tasks.classification import train
 from tests.processes import Started, launched, module, run_module
 
@@ -249,7 +250,7 @@ def test_two_processes_learn_several_labels_after_a_kill_like_one(tmp_path):
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
     overrides = [
         *("data.source=csv", "data.path=../table.csv", "data.labels=several", "augmentation.label_smoothing=0"),
-        *("augmentation.mixup=0", "augmentation.cutmix=0", "trainer.dataloader_num_workers=0"),
+        *("augmentation.mixup=0", "augmentation.cutmix=0", "data.limit_train=320"),
     ]
     found = []
     for processes in (1, 2):
@@ -270,10 +271,19 @@ def test_two_processes_learn_several_labels_after_a_kill_like_one(tmp_path):
     assert own["metrics"] == pytest.approx(expected["metrics"], abs=0.02)
 
 
-def test_two_processes_balance_and_plan_their_minutes_as_one_run(tmp_path):
-    """The order by class is that of one process, and both do the steps that the first one planned."""
+def train_with_a_plan(overrides):
+    """Each process would plan other steps."""
+    minutes._measured = lambda trainer, given, trial: minutes.Plan(given, 7 + int(os.environ["RANK"]), None, 1, 1, 1)
+    raise SystemExit(train.main([*TRAIN[1:], *overrides]))
+
+
+def test_two_processes_balance_classes_and_do_the_steps_that_the_first_planned(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIG)
     size = ["trainer.per_device_train_batch_size=32", "augmentation.balance=sampling"]
-    length = ["trainer.minutes=0.1", "trainer.num_train_epochs=null", "trainer.logging_steps=1"]
-    results = complete(tmp_path, 2, *size, *length)
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert results["processes"] == 2 and results["steps"] == plan["steps"] == len(losses(results))
+    length = ["trainer.minutes=3", "trainer.num_train_epochs=null"]
+    place = {"folder": tmp_path, "log": tmp_path / "log.txt", "here": True}
+    code, log = finish(launched(2, train_with_a_plan, [*size, *length], **place), tmp_path)
+    assert code == 0, log[-3000:]
+    results = read(tmp_path)
+    assert results["processes"] == 2 and results["steps"] == len(losses(results)) == 7
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["steps"] == 7
