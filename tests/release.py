@@ -12,7 +12,7 @@ wheel: wheel and sdist are built; the wheel asks for no newer system than its na
     gives.
 programs: exported files with the operators give what their models gave in ONNX Runtime 1.17.3 and in the newest one,
     two sessions at once, too; a package of AOTInductor does so from C++.
-route: the five commands of docs/export.md from photos to a server, whose answer comes.
+route: the commands of docs/start.md, from photos to a file, by the wheel alone, and a server that runs the file.
 matrix: every cell of docs/what-works.md is run anew, and what works there still works.
 arm: the kernels' arithmetic, compiled for 64-bit ARM and run in an emulator, gives what it gives here, and a wheel for
     that processor is built (Debian: g++-aarch64-linux-gnu, qemu-user-static).
@@ -417,11 +417,15 @@ def arm() -> None:
 
 
 def route() -> None:
-    """From photos to a server by the commands of docs/export.md."""
+    """From photos to a file and a server by the commands of docs/start.md, in an environment with the wheel."""
     from tests.route import run_route
 
-    for line in run_route(new_folder("route"), None, 60, ["trainer.num_train_epochs=1"]):
+    python = environment("route_environment")
+    install(python, "torch")
+    install(python, f"{built('*.whl')}[{EXTRAS},export]", "fastapi", "uvicorn")
+    for line in run_route(new_folder("route"), str(python), photos=60, epochs=1):
         say(line)
+    remove(python)
 
 
 def matrix() -> None:
