@@ -191,6 +191,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 # Sizes, rates and what has a test of its own.
 SETTINGS = (
     *("at 224 hardly", "with 1,000 images of 32 pixels", "within 0.00001 of 1", "below 9 KB", "at 196 patches"),
+    "Python 3.11, torch 2.10, transformers 5.21",  # tests/test_readme.py compares these
     *("less than 9 KB", "at 224 pixels no prior", "H100 GPU", "on an H100, ", "float64", "Apache-2.0"),
 )
 

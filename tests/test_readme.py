@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,28 @@ def test_dead_links_are_found(tmp_path):
     for form in ("[text]({})", "![picture]({})", 'see [a](other.md), [b]({} "title").', '<img width="3" src="{}">'):
         text = "# Here\n" + "\n".join(form.format(link) for link in (*alive, *dead)) + "\n`[code](none.md)`\n"
         assert dead_links(tmp_path, text) == dead, form
+
+
+def linked_pages(page: Path) -> set[Path]:
+    """Pages of the repository that a page links to; a folder stands for its README."""
+    links = ("".join(groups).partition("#")[0] for groups in LINK.findall(prose(page.read_text())))
+    targets = ((page.parent / link).resolve() for link in links if link and not re.match(r"\w+:", link))
+    return {target / "README.md" if target.is_dir() else target for target in targets}
+
+
+def test_every_page_of_docs_is_two_clicks_from_the_readme():
+    first = {page for page in linked_pages(ROOT / "README.md") if page.suffix == ".md"}
+    second = set[Path]().union(*map(linked_pages, first))
+    docs = {path.resolve() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(docs) > 40 and sorted(map(str, docs - first - second)) == []
+
+
+def test_versions_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [re.search(rf"{name}>=([\d.]+)", " ".join(project["dependencies"])) for name in ("torch", "transformers")]
+    torch, transformers = (found.group(1) for found in asked)
+    python = project["requires-python"].removeprefix(">=")
+    assert f"Python {python}, torch {torch}, transformers {transformers}, or newer" in README
 
 
 def test_make_targets_exist():

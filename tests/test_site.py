@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, Dinov2Model
 
 from hf_sparseprior.runs.config import read_cell
+from tests import route
 from tests.hf_sparseprior.attention.attention_cases import SHIPPED_SUPPORTS
 from tests.timm_oracle import import_timm
 
@@ -142,6 +143,19 @@ def test_the_server_of_the_page_answers(place):
     pixels = names["processor"](Image.open(place / "photos" / "test" / "cat" / "1.jpg"), return_tensors="np")
     (logits,) = names["session"].run(None, {"pixel_values": pixels["pixel_values"]})
     assert answer.json() == pytest.approx(dict(zip(names["about"]["labels"], logits[0].tolist(), strict=True)))
+
+
+def test_the_route_to_a_file_is_at_most_five_commands():
+    """`make release-check` runs them with the wheel alone."""
+    installed = [
+        words
+        for language, text in BLOCK.findall(PAGES["start"].read_text())
+        if language == "bash"
+        for words in commands(text)
+        if words[0] == "pip"
+    ]
+    names = [name for name, _ in route.steps()]
+    assert names == ["train", "predict", "export", "run"] and len(installed) + len(names) <= 5
 
 
 def test_each_how_to_is_one_screen_of_code():
