@@ -136,9 +136,18 @@ def test_versions_are_those_of_the_package():
     assert f"Python {python}, torch {torch}, transformers {transformers}, or newer" in README
 
 
+def test_the_page_on_installing_has_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    section = next(text for text in sections(ROOT / "docs" / "install.md") if text.startswith("Extras"))
+    rows = [row.split("|")[1] for _, *rows in tables(section) for row in rows]
+    assert sorted(name for cell in rows for name in re.findall(r"`(\w+)`", cell)) == sorted(extras)
+
+
 def test_make_targets_exist():
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE)) <= set(" ".join(rules).split())
+    for page in (README, (ROOT / "docs" / "install.md").read_text()):
+        named = set(re.findall(r"(?:`|^)make ([a-z-]+)", page, re.MULTILINE))
+        assert named and named <= set(" ".join(rules).split())
     assert "make test" in (ROOT / ".ci" / "run").read_text() and "make test" in README
 
 
