@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.families import presets
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.images.model import model_keys
 from hf_sparseprior.images.sections import SECTIONS
 from hf_sparseprior.prediction.predictors import local_folder
 from hf_sparseprior.runs.config import Config, apply_overrides
@@ -122,6 +123,8 @@ def train_config(
     config["model"] |= {**section, **({} if prior is None else {"prior": prior})}
     if labels != "classes":
         del config["augmentation"]["label_smoothing"]  # of one class an image
+    if "drop_path_rate" not in model_keys(section):  # of some models of transformers
+        del config["model"]["drop_path_rate"]
     config["tuning"]["method"] = tuning
     if minutes is not None:
         del config["trainer"]["num_train_epochs"]
