@@ -189,7 +189,9 @@ def test_arguments_become_a_configuration(tmp_path):
     whole = train_config(str(tmp_path), "vit_tiny", "out")
     assert whole["trainer"]["num_train_epochs"] == 20 and whole["trainer"]["layer_decay"] == 1.0
     assert whole["model"]["preset"] == "vit_tiny" and whole["tuning"] == {"method": "full"}
-    timed = train_config(str(tmp_path), "vit_tiny", "out", minutes=3, overrides=["trainer.learning_rate=1e-4"])
+    timed = train_config(
+        str(tmp_path), "vit_tiny", "out", length={"minutes": 3}, overrides=["trainer.learning_rate=1e-4"]
+    )
     assert timed["trainer"]["minutes"] == 3 and timed["trainer"]["learning_rate"] == 1e-4
     assert "num_train_epochs" not in timed["trainer"]
     with pytest.raises(ValueError, match=r"tuning\.method=lora changes a part of a saved model"):
