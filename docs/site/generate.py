@@ -18,6 +18,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+from gallery import gallery_text
 from mkdocs.structure.files import File, Files
 
 import hf_sparseprior as sp
@@ -264,6 +265,7 @@ def on_files(files: Files, config: Any) -> Files:
         if (file := files.get_file_from_path(place)) is not None and "](../" in path.read_text(encoding="utf-8"):
             files.remove(file)
             texts[place] = rewritten(path, place, pages, pictures)
+    texts["gallery.md"] += "\n" + gallery_text(Path(scratch.name), pictures)
     for place, text in texts.items():
         files.append(File.generated(config, place, content=text))
     for place, path in pictures.items():
