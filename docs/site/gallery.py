@@ -1,7 +1,7 @@
 """The gallery of docs/gallery.md: each registered support and decay on a photo, with what it costs.
 
 The site adds this to the text of that page when it is built. Pictures and numbers follow from the registries and from
-the records of `tasks.benchmark`; nothing of it is kept in the repository.
+the records of `tasks.benchmark`; the repository holds none of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_sparseprior.patterns.decay import DECAYS, make_decay, resolve_decay
 from hf_sparseprior.patterns.pattern import SUPPORTS
 
 TIMES = Path(__file__).resolve().parents[2] / "tasks" / "benchmark" / "results" / "cpu"
-# Times of a ViT-S at 224 pixels in those of dense attention. All supports keep as many pairs there.
+# Times of a ViT-S at 224 pixels in those of dense attention. There all supports have one share of the pairs.
 RECORDS = (TIMES / "vit_small_baselines.json", TIMES / "vit_small_violin.json")
 OTHERS = ((0, 0), (3, 11), (10, 3), (13, 7))  # patches that are drawn too where all heads see the same
 # A clip of so many frames, in which the camera moves right by so many pixels a frame; these frames are drawn.

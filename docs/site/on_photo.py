@@ -78,7 +78,7 @@ def show_heat(
 
 
 def heat_bar(figure: Any, ends: tuple[float, float], place: Any, orientation: str = "horizontal") -> None:
-    """The colours of `show_heat`, in an axis of their own."""
+    """The colours of `show_heat` with their ends, drawn in the axis `place`."""
     plt = pyplot()
     scale = plt.cm.ScalarMappable(plt.Normalize(*ends), HEAT)
     bar = figure.colorbar(scale, cax=place, orientation=orientation, ticks=list(ends))
