@@ -327,7 +327,7 @@ def test_every_number_is_one_of_these():
     rest = TEXT
     for pattern, _ in HEADLINES.values():
         rest = re.sub(pattern, lambda match: re.sub(r"[\d.]*\d", "", match.group()), rest)
-    rest = re.sub(r"\]\([^)]*\)", "", rest)
+    rest = " ".join(re.sub(r"\]\([^)]*\)", "", rest).split())
     for setting in SETTINGS:
         assert setting in rest
         rest = rest.replace(setting, "")
