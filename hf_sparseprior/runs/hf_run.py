@@ -468,13 +468,8 @@ def check_schedule(arguments: Any) -> None:
 
 def make_trial(task: HFTask, config: Config, prepared: Prepared, folder: str) -> SparsePriorTrainer:
     """The Trainer of `minutes.follow_plan`."""
-    section = {
-        **config["trainer"],
-        "output_dir": folder,
-        "max_steps": MOST_STEPS,
-        "minutes": None,
-        "disable_tqdm": True,
-    }
+    section = {key: value for key, value in config["trainer"].items() if key not in (*LENGTHS, "minutes")}
+    section |= {"output_dir": folder, "max_steps": MOST_STEPS, "disable_tqdm": True}
     section |= {"eval_strategy": "no", "save_strategy": "no", "logging_strategy": "no"}
     section |= {"load_best_model_at_end": False, "early_stopping": None}
     return make_trainer(copied(prepared), trainer_arguments(section, task.trainer_defaults))
