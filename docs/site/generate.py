@@ -89,7 +89,7 @@ def priors_page(folder: Path, pictures: dict[str, Path]) -> str:
         "",
         'A prior is a name, names joined by `+` ("fibottention+violin"), or a dict of slots with all settings. '
         "What `python -m hf_sparseprior explain NAME` says is below each one, for 6 heads over 14x14 patches and one "
-        "class token.",
+        "class token. [On a photo](../gallery.md).",
         "",
     ]
     for title, (registry, slot, meaning) in KINDS.items():
