@@ -63,7 +63,7 @@ def start_family(model: dict[str, Any]) -> Family | None:
         ValueError, OSError: as `section_family` and `convert`.
     """
     folder, given = model.get("pretrained"), model.get("family")
-    if not is_foreign(folder):
+    if folder is None or not is_foreign(folder):
         return section_family(model)
     try:
         family = FAMILIES[foreign_fields(folder)["model_type"]]
@@ -145,7 +145,8 @@ def check_pretrained(model: dict[str, Any]) -> None:
 def model_keys(model: dict[str, Any]) -> list[str]:
     """Every key that a `model` section of its family may have."""
     if (family := start_family(model)) is None:
-        return [*stock_config(model["pretrained"]).to_dict(), "prior", *MODEL_EXTRAS]
+        config: Any = stock_config(model["pretrained"])
+        return [*config.to_dict(), "prior", *MODEL_EXTRAS]
     return [*family.config_fields, "out_features", "out_indices", *MODEL_EXTRAS]
 
 
