@@ -29,15 +29,10 @@ PAGES = {
     )
 }
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(python|bash|yaml)\n(.*?)```", re.DOTALL)
 # Added to the commands of the how-tos, so that they take seconds.
-SHORTER = {
-    "tasks.classification.train": [
-        "trainer.num_train_epochs=1",
-        "trainer.dataloader_num_workers=0",
-        "trainer.use_cpu=true",
-    ],
-}
+SHORT = ["trainer.num_train_epochs=1", "trainer.dataloader_num_workers=0", "trainer.use_cpu=true"]
+SHORTER = {"tasks.classification.train": SHORT, "tasks.classification.compare": SHORT}
 # Commands that have a test of their own which runs them, in tests/tasks.
 TESTED_ELSEWHERE = ("tasks.common.mm", "tasks.segmentation", "tasks.video", "tasks.robotics", "tasks.heads")
 # Pages with tests of their own: blocks are files, which tests/test_extension.py puts in their places, and a server.
@@ -114,6 +109,8 @@ def test_the_examples_of_a_page_run(name, place, capsys, fresh_accelerator):
             file.write_text(text)
             exec(compile(text, str(file), "exec"), {"__name__": file.stem})
             ran += 1
+        elif language == "yaml":  # a file, which its first line names
+            (place / text.partition("\n")[0].removeprefix("# ")).write_text(text)
         else:
             for words in commands(text):
                 if words[0] in ("make", "pip", "hf"):

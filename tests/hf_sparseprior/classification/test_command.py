@@ -119,7 +119,9 @@ def test_data_is_known_by_its_form(tmp_path):
     with pytest.raises(ValueError, match="tables of several kinds, csv, parquet; name one file"):
         data_section(str(tmp_path))
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(ValueError, match=r"photo.jpg must be a folder of images or of tables \(.csv, .parquet, .arrow\)"):
+    with pytest.raises(
+        ValueError, match=r"photo.jpg must be a folder of images or of tables \(.csv, .parquet, .arrow\)"
+    ):
         data_section(str(tmp_path / "photo.jpg"))
     with pytest.raises(OSError, match="nowhere does not exist"):
         data_section(str(tmp_path / "nowhere"))
