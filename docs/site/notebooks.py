@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 SECONDS = 300  # for one cell
 LINK = re.compile(r"(\]\([^)\s]*notebooks/\w+)\.ipynb\)")
-FIRST = "*Made from [{name}.ipynb]({name}.ipynb), which runs in Jupyter: `pip install jupyterlab`. Times are of one thread.*"
+FIRST = "*Made from [{name}.ipynb]({name}.ipynb), which runs in Jupyter. Times are of one thread.*"
 NOT_RUN = "*The cells were not run for this page: `make docs` runs them.*"
 
 
