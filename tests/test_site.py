@@ -138,6 +138,24 @@ def test_the_server_of_the_page_answers(place):
     assert answer.json() == pytest.approx(dict(zip(names["about"]["labels"], logits[0].tolist(), strict=True)))
 
 
+@pytest.mark.slow
+def test_the_lines_for_a_config_of_mm_build_the_backbone(tmp_path):
+    """docs/how-to/dense-prediction.md: in a process that imports mmseg and nothing of ours."""
+    pytest.importorskip("mmseg", reason="mmseg is not installed: make dense")
+    (lines,) = re.findall(r"```text\n(.*?)```", PAGES["dense-prediction"].read_text(), re.DOTALL)
+    (tmp_path / "base.py").write_text('model = dict(backbone=dict(type="ResNet", depth=50))\n')
+    (tmp_path / "own.py").write_text(f'_base_ = "base.py"\n{lines.replace("deit_base", "deit_tiny")}')
+    script = (
+        "import sys; from mmengine.config import Config; from mmseg.registry import MODELS; "
+        "assert 'hf_sparseprior' not in sys.modules; "
+        "backbone = MODELS.build(Config.fromfile('own.py').model.backbone); "
+        "print(type(backbone).__name__, backbone.out_channels)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "SparsePriorViT [192, 192, 192, 192]"
+
+
 def test_each_how_to_is_one_screen_of_code():
     for name, path in PAGES.items():
         for _, text in BLOCK.findall(path.read_text()):

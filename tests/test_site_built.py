@@ -18,7 +18,10 @@ pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[do
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 WIDTH = 1300  # of a window in which no line of code may be cut
-CUT = "return [...document.querySelectorAll('pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText)"
+CUT = """
+return [...document.querySelectorAll("pre > code")].filter((code) => code.scrollWidth > code.clientWidth + 1)
+    .map((code) => code.innerText)
+"""
 
 
 @pytest.fixture(scope="module")

@@ -343,7 +343,7 @@ def test_there_are_twenty_questions():
     assert len(QUESTIONS) == 20
 
 
-def test_a_support_changes_a_model_a_decay_does_not_and_no_name_turns_it_off():
+def test_a_support_changes_a_model_a_decay_does_not_and_no_name_turns_it_off(place):
     dense = logits(seeded(stock()))
     decayed = sp.apply_prior(seeded(stock()), "violin")
     torch.testing.assert_close(logits(decayed), dense, rtol=1e-5, atol=1e-5)
@@ -352,8 +352,9 @@ def test_a_support_changes_a_model_a_decay_does_not_and_no_name_turns_it_off():
     assert (before - dense).abs().max() > 1e-3
     sparse.set_attn_implementation("sdpa")
     torch.testing.assert_close(logits(sparse), before)
+    ours().save_pretrained("ours")
     with pytest.raises(ValueError, match="does not support Flash Attention 2"):
-        sp.SparsePriorViTForImageClassification(ours().config, attn_implementation="flash_attention_2")
+        sp.SparsePriorViTForImageClassification.from_pretrained("ours", attn_implementation="flash_attention_2")
 
 
 def test_sparse_attention_is_exact_over_its_pairs():
