@@ -221,6 +221,7 @@ def rewritten(file: Path, place: str, pages: dict[str, Path], pictures: dict[str
     """
     places = {path: where for where, path in pages.items()}
     places |= {path: path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    places |= {path: f"notebooks/{path.stem}.md" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
 
     def link(match: re.Match[str]) -> str:
         picture, text, target, anchor = match[1], match[2], match[3], match[4] or ""
