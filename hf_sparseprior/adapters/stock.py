@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
-    IMPLEMENTATION,
     PRIOR_MODULE,
+    REGISTERED,
     Applied,
     StockPrior,
     applied_prior,
@@ -154,7 +154,7 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
             _give_forward(module)
             continue
         module.config = copy.copy(module.config)
-        module.config._attn_implementation_internal = IMPLEMENTATION
+        module.config._attn_implementation_internal = REGISTERED
     bind_saving(model)
     return Applied(priors[0].prior, list(encoder.attention), layout.watch(encoder.embeddings))
 
