@@ -40,7 +40,8 @@ from hf_sparseprior.adapters.stock_attention import (
 )
 from hf_sparseprior.base.files import write_bytes
 from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT
-from hf_sparseprior.saving.card import add_requirement
+from hf_sparseprior.priors.prior import prior_name
+from hf_sparseprior.saving.card import add_prior_requirement
 from hf_sparseprior.saving.code import write_code
 from hf_sparseprior.saving.saved_config import PRIOR_LOADER
 
@@ -100,16 +101,11 @@ def upload_with_prior(model: PreTrainedModel, working_dir: str | os.PathLike, *a
 
 
 def _add_requirement(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    name, module = type(model).__name__, type(model).__module__
-    source = "transformers" if module.startswith("transformers.") else module
-    add_requirement(Path(folder), f"This {name}", _LOADING.format(name, source))
-
-
-_LOADING = """\
-import hf_sparseprior
-from {1} import {0}
-
-model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")"""
+    carried = _is_of_transformers(model)
+    source = "transformers" if carried else type(model).__module__
+    auto_class = _auto_class_of(model) if carried else None
+    prior = prior_name(applied_prior(model).prior)
+    add_prior_requirement(Path(folder), model.config, prior, type(model).__name__, source, auto_class)
 
 
 OWN_METHODS: dict[str, Callable[..., Any]] = {
@@ -219,6 +215,16 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
 def _is_of_transformers(model: PreTrainedModel) -> bool:
     """Whether the class of a model is known wherever transformers is."""
     return type(model).__module__.startswith("transformers.")
+
+
+def _auto_class_of(model: PreTrainedModel) -> str | None:
+    """The Auto class that loads a model as its own class; another one if there is none, None without any."""
+    names = _auto_classes(type(model.config))
+    for name in names:
+        loaded = getattr(modeling_auto, name)._model_mapping[type(model.config)]
+        if type(model) in (loaded if isinstance(loaded, (list, tuple)) else [loaded]):
+            return name
+    return names[0] if names else None
 
 
 def _auto_classes(config_class: type) -> list[str]:
