@@ -26,8 +26,8 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import modeling_auto
 
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,

@@ -6,7 +6,6 @@ They have the arguments of timm's own. `qkv` is called, not its weight as in Eva
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -119,10 +118,12 @@ def _split(module: Any, qkv: Tensor) -> tuple[Tensor, ...]:
 
 def _rotate(module: Any, tokens: Tensor, rope: Tensor) -> Tensor:
     """Tokens (B, H, T, D) with the patches turned by their positions."""
-    # The module is timm's. Of the code in a saved folder transformers asks for all that an import statement names.
-    turn = importlib.import_module("timm.layers").apply_rot_embed_cat
+    try:  # the module is timm's; what is imported elsewhere, transformers asks of everybody who loads a saved folder
+        from timm.layers import apply_rot_embed_cat
+    except ImportError:
+        raise
     prefix, patches = tokens.tensor_split([module.num_prefix_tokens], 2)
-    return torch.cat([prefix, turn(patches, rope, half=module.rotate_half)], 2)
+    return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=module.rotate_half)], 2)
 
 
 def _mask_bias(mask: Tensor | None, is_causal: bool, q: Tensor) -> Tensor | None:

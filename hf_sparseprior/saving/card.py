@@ -175,7 +175,10 @@ def add_prior_requirement(
     """
     base = hub_name(config.name_or_path)
     origin = "" if base is None else f" It was made from [{base}](https://huggingface.co/{base})."
-    lines = [f"This {class_name} has the prior `{prior}`, with the settings of `sparse_prior` in config.json.{origin}", ""]
+    lines = [
+        f"This {class_name} has the prior `{prior}`, with the settings of `sparse_prior` in config.json.{origin}",
+        "",
+    ]
     needs = "It needs the Python package hf_sparseprior, which is imported before it is loaded:"
     if auto_class is not None:
         lines += ["The code for it is in this folder:", "", *_python(_WITH_CODE.format(auto_class)), ""]
