@@ -45,6 +45,7 @@ from hf_sparseprior.adapters.stock_saving import CODE_ENTRY, LOADER, SCALARS_FIL
 from hf_sparseprior.base.config_keys import config_file
 from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.loading import check_layers, load_pretrained
+from hf_sparseprior.base.own_files import import_hint
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
 
@@ -219,7 +220,8 @@ def _apply_record(model: PreTrainedModel, record: dict[str, Any]) -> None:
         check_record({RECORD: record})
         apply_prior(model, record["prior"])
     except ValueError as error:
-        raise ValueError(f"{config_file(model.name_or_path)}: {RECORD}: {error}") from None
+        text = import_hint(model.name_or_path, error)
+        raise ValueError(f"{config_file(model.name_or_path)}: {RECORD}: {text}") from None
 
 
 def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any) -> None:

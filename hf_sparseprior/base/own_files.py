@@ -39,7 +39,12 @@ IMPORTED: dict[str, OwnFile] = {}  # by name
 
 
 def import_files(paths: Iterable[str | Path]) -> None:
-    """Import files of a user, each once.
+    """Import Python files of one's own that register a support, a decay or the like, each once.
+
+    Every model that this process saves afterwards carries them, and loads with `trust_remote_code=True` without them.
+
+    Args:
+        paths: each of one file, which imports this package and what is installed, and nothing that lies next to it.
 
     Raises:
         ValueError: for an error in one, with file and line; for two of one name; and for an import that a saved model
@@ -87,6 +92,15 @@ def _import_file(path: Path) -> None:
         kind = "" if isinstance(error, ValueError) and text else f"{type(error).__name__}: "
         raise ValueError(f"--import {path}, line {lines[-1]}: {kind}{text}".removesuffix(": ")) from error
     IMPORTED[name] = OwnFile(name, str(path.absolute()), source)
+
+
+def import_hint(folder: str | Path, error: ValueError) -> str:
+    """An error about the prior of a saved model, and which files of its folder nobody has imported."""
+    files = [path for path in sorted(Path(folder).glob(f"{PREFIX}*.py")) if path.stem not in IMPORTED]
+    if not files or "prior" not in str(error):
+        return str(error)
+    options = " ".join(f"--import {path}" for path in files)
+    return f"{error}; the model was made with {', '.join(path.name for path in files)}: if you trust it, {options}"
 
 
 def library_modules(own: OwnFile) -> list[str]:

@@ -17,56 +17,12 @@ from hf_sparseprior.attention import compiled_kernels
 from hf_sparseprior.base import own_files
 from hf_sparseprior.base.own_files import OwnFile, after_imports, carried, import_files, imported_paths
 from hf_sparseprior.models.pretrained import load_whole_model
+from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.saving.code import code_files
 from tests.hf_sparseprior.adapters.stock_models import TINY, move_decays
+from tests.own_file import OWN, PRIOR
 from tests.processes import run_script
 from tests.remote import check_remote_code
-
-OWN = '''"""A cross of patches, and a decay along columns."""
-import numpy as np
-
-import hf_sparseprior as sp
-from hf_sparseprior.patterns.masks import (
-    Pairs,
-)
-
-
-@sp.register_support("cross")
-def cross(num_heads, grid, *, reach=3):
-    """Patches in the same row or column, up to `reach` patches away."""
-    from hf_sparseprior import Pattern  # within a function, too
-
-    if not isinstance(reach, int) or reach < 1:
-        raise ValueError(f"reach={reach!r} must be an integer of 1 or more")
-    places, pairs = np.arange(grid[0] * grid[1]).reshape(grid), [np.empty((0, 2), dtype=int)]
-    for step in range(1, min(reach, max(grid)) + 1):
-        for a, b in ((places[:, step:], places[:, :-step]), (places[step:], places[:-step])):
-            pairs += [np.stack([a.ravel(), b.ravel()], 1), np.stack([b.ravel(), a.ravel()], 1)]
-    found = np.unique(np.concatenate(pairs), axis=0)
-    return Pattern([[0]] * num_heads, lambda layer: [found] * num_heads)
-
-
-@sp.register_decay("columns")
-class ColumnsDecay(sp.Decay):
-    """Distance of two patches = difference of their columns."""
-
-    @classmethod
-    def positions(cls, settings, grid):
-        return np.indices(grid)[1].reshape(1, 1, -1)
-'''
-PRIOR = {"support": {"name": "cross", "reach": 2}, "decay": "columns"}
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch, registries):
-    """The file, in a process that has imported none."""
-    monkeypatch.setattr(own_files, "IMPORTED", {})
-    monkeypatch.setattr("hf_sparseprior.saving.code.IMPORTED", own_files.IMPORTED)
-    file = tmp_path / "cross.py"
-    file.write_text(OWN)
-    yield file
-    for name in [name for name in sys.modules if name.startswith("own_")]:
-        del sys.modules[name]
 
 
 def small_model(**changes):
@@ -76,8 +32,8 @@ def small_model(**changes):
     return sp.SparsePriorViTForImageClassification(config).eval()
 
 
-def test_a_model_brings_the_file_to_processes_without_the_package(own, tmp_path):
-    import_files([own])
+def test_a_model_brings_the_file_to_processes_without_the_package(own_file, tmp_path):
+    import_files([own_file])
     model, pixels = small_model(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         for layer in model.modules():
@@ -97,11 +53,11 @@ model.save_pretrained("again")
     assert (tmp_path / "again" / "own_cross.py").read_text() == text
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "again")
     with torch.no_grad():
-        assert torch.equal(again(pixels).logits, model(pixels).logits)
+        torch.testing.assert_close(again(pixels).logits, model(pixels).logits, rtol=0, atol=1e-6)
 
 
-def test_a_stock_model_brings_it_too(own, tmp_path):
-    import_files([own])
+def test_a_stock_model_brings_it_too(own_file, tmp_path):
+    import_files([own_file])
     torch.manual_seed(0)
     model = sp.apply_prior(ViTForImageClassification(ViTForImageClassification.config_class(**TINY)).eval(), PRIOR)
     move_decays(model)
@@ -123,8 +79,8 @@ with torch.no_grad():
     torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], expected, rtol=0, atol=1e-6)
 
 
-def test_what_a_model_carries_can_be_imported(own, tmp_path, registries):
-    text = carried(OwnFile("own_cross", str(own), OWN))
+def test_what_a_model_carries_can_be_imported(own_file, tmp_path, registries):
+    text = carried(OwnFile("own_cross", str(own_file), OWN))
     (tmp_path / "own_cross.py").write_text(text)
     import_files([tmp_path / "own_cross.py"])
     (saved,) = own_files.IMPORTED.values()
@@ -136,14 +92,14 @@ def test_what_a_model_carries_can_be_imported(own, tmp_path, registries):
     assert (np.asarray(mask)[0] == near).all()
 
 
-def test_without_a_file_models_carry_none(own):
+def test_without_a_file_models_carry_none(own_file):
     assert not [name for name in code_files(("hf_sparseprior.adapters.modeling_stock_prior",)) if "own_" in name]
 
 
-def test_a_file_is_imported_once(own, tmp_path):
-    import_files([own, own])
-    import_files([str(own)])
-    assert imported_paths() == [str(own)]
+def test_a_file_is_imported_once(own_file, tmp_path):
+    import_files([own_file, own_file])
+    import_files([str(own_file)])
+    assert imported_paths() == [str(own_file)]
     assert after_imports(imported_paths(), lambda a, b: (a, b), 1, b=2) == (1, 2)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cross.py").write_text("x = 1")
@@ -172,30 +128,48 @@ def test_a_file_is_imported_once(own, tmp_path):
         ("x = 1; import hf_sparseprior as sp\n", r"line 1: this import needs a line for itself"),
     ],
 )
-def test_an_error_is_one_line_with_its_file_and_line(own, text, message, capsys):
-    own.write_text(text)
+def test_an_error_is_one_line_with_its_file_and_line(own_file, text, message, capsys):
+    own_file.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        import_files([own])
-    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"--import {own}, line")
+        import_files([own_file])
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"--import {own_file}, line")
     assert "own_cross" not in sys.modules and not own_files.IMPORTED
-    assert main(["explain", "dense", "--no-picture", "--import", str(own)]) == 2
+    assert main(["explain", "dense", "--no-picture", "--import", str(own_file)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_missing_file_and_another_kind_are_named(own, tmp_path, capsys):
+def test_a_missing_file_and_another_kind_are_named(own_file, tmp_path, capsys):
     for name, text in (("nowhere.py", "nowhere.py"), ("notes.txt", "notes.txt must be a Python file, FILE.py")):
         assert main(["explain", "dense", "--no-picture", "--import", str(tmp_path / name)]) == 2
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1
 
 
-def test_explain_and_export_know_the_file(own, tmp_path, capsys):
-    assert main(["explain", "cross", "--no-picture", "--grid", "4x4", "--heads", "2", "--import", str(own)]) == 0
+def test_a_folder_whose_file_nobody_imported_names_it(own_file, tmp_path):
+    import_files([own_file])
+    small_model().save_pretrained(tmp_path / "ours")
+    stock = ViTForImageClassification(ViTForImageClassification.config_class(**TINY))
+    sp.apply_prior(stock, PRIOR).save_pretrained(tmp_path / "stock")
+    for registry, name in ((sp.supports.SUPPORTS, "cross"), (DECAYS, "columns")):
+        del registry[name]
+    own_files.IMPORTED.clear()
+    for name in ("ours", "stock"):
+        with pytest.raises(
+            ValueError, match=rf"cross.*own_cross\.py: if you trust it, --import {tmp_path}/{name}/own"
+        ):
+            AutoModelForImageClassification.from_pretrained(tmp_path / name)
+    with pytest.raises(ValueError) as caught:
+        AutoModelForImageClassification.from_pretrained(tmp_path / "ours", hidden_size=-1)
+    assert "\n" not in str(caught.value)
+
+
+def test_explain_and_export_know_the_file(own_file, tmp_path, capsys):
+    assert main(["explain", "cross", "--no-picture", "--grid", "4x4", "--heads", "2", "--import", str(own_file)]) == 0
     assert "cross" in capsys.readouterr().out
     model = small_model()
     model.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "own_cross.py").is_file()
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--import", str(own)]) == 0
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--import", str(own_file)]) == 0
     assert (tmp_path / "out" / "own_cross.py").read_bytes() == (tmp_path / "model" / "own_cross.py").read_bytes()
     loaded = load_whole_model(tmp_path / "out", sp.SparsePriorViTForImageClassification)
     assert loaded.config.prior["support"]["name"] == "cross"
