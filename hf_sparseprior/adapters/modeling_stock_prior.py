@@ -36,7 +36,7 @@ class PriorFolder:
     @classmethod
     def from_pretrained(cls, source: Any, *, config: Any, **options: Any) -> Any:
         """The model, as an Auto class asks for it. Arguments and errors as in `stock_loading.from_pretrained`."""
-        auto_class, options = getattr(transformers, cls.__name__), {**options, "trust_remote_code": False}
+        auto_class, options = cls._auto_class(config), {**options, "trust_remote_code": False}
         if PRIOR_LOADER in AUTO_QUANTIZER_MAPPING:  # the package is imported
             return auto_class.from_pretrained(source, config=config, **options)
         return from_pretrained(auto_class, source, config=_registered(config), **options)
@@ -45,7 +45,19 @@ class PriorFolder:
     def _from_config(cls, config: Any, **options: Any) -> Any:
         """A model without weights and without its prior, which refuses to run."""
         config = config if PRIOR_LOADER in AUTO_QUANTIZER_MAPPING else _registered(config)
-        return getattr(transformers, cls.__name__).from_config(config, **options, trust_remote_code=False)
+        return cls._auto_class(config).from_config(config, **options, trust_remote_code=False)
+
+    @classmethod
+    def _auto_class(cls, config: Any) -> Any:
+        """The Auto class of this name, which loads the models of this config by transformers' own class again.
+
+        Some versions of transformers register what `auto_map` names for every model with such a config.
+        """
+        auto_class = getattr(transformers, cls.__name__)
+        registered = getattr(auto_class._model_mapping, "_extra_content", {})
+        if registered.get(type(config)) is cls:
+            del registered[type(config)]
+        return auto_class
 
 
 def _registered(config: Any) -> Any:

@@ -48,6 +48,7 @@ from hf_sparseprior.saving.saved_config import PRIOR_LOADER
 SCALARS_FILE = "sparse_prior.safetensors"
 SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters
 CODE_ENTRY = "modeling_stock_prior"  # the module that `auto_map` names
+_ABSENT = object()  # in place of a field that a config does not have
 LOADER = PRIOR_LOADER  # `quant_method` of the quantizer in `stock_loading`
 
 
@@ -87,7 +88,7 @@ def save_with_prior(
         os.makedirs(save_directory, exist_ok=True)
         scalars = {name: tensor.contiguous() for name, tensor in scalars_of(model, state_dict).items()}
         write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
-        if _is_of_transformers(model):
+        if _carries_code(model):
             write_code(save_directory, (f"{__package__}.{CODE_ENTRY}",))
         _add_requirement(model, save_directory)
     with _recorded(model):
@@ -101,9 +102,8 @@ def upload_with_prior(model: PreTrainedModel, working_dir: str | os.PathLike, *a
 
 
 def _add_requirement(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    carried = _is_of_transformers(model)
-    source = "transformers" if carried else type(model).__module__
-    auto_class = _auto_class_of(model) if carried else None
+    source = "transformers" if _is_of_transformers(model) else type(model).__module__
+    auto_class = _auto_class_of(model) if _carries_code(model) else None
     prior = prior_name(applied_prior(model).prior)
     add_prior_requirement(Path(folder), model.config, prior, type(model).__name__, source, auto_class)
 
@@ -197,19 +197,24 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
         }
         if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load
             fields["quantization_config"] = {"quant_method": LOADER}
-        if config is model.config and _is_of_transformers(model):
+        if config is model.config and _carries_code(model):
             fields["auto_map"] = {name: f"{CODE_ENTRY}.{name}" for name in _auto_classes(type(config))}
         for name, value in fields.items():
-            before.append((config, name, getattr(config, name, None)))
+            before.append((config, name, vars(config).get(name, _ABSENT)))
             setattr(config, name, value)
     try:
         yield
     finally:
         for config, name, value in before:
-            if value is None:
+            if value is _ABSENT:
                 delattr(config, name)
             else:
                 setattr(config, name, value)
+
+
+def _carries_code(model: PreTrainedModel) -> bool:
+    """Whether a folder of a model can be loaded by code that lies in it, by an Auto class of transformers."""
+    return _is_of_transformers(model) and bool(_auto_classes(type(model.config)))
 
 
 def _is_of_transformers(model: PreTrainedModel) -> bool:
@@ -217,14 +222,14 @@ def _is_of_transformers(model: PreTrainedModel) -> bool:
     return type(model).__module__.startswith("transformers.")
 
 
-def _auto_class_of(model: PreTrainedModel) -> str | None:
-    """The Auto class that loads a model as its own class; another one if there is none, None without any."""
+def _auto_class_of(model: PreTrainedModel) -> str:
+    """The Auto class that loads a model as its own class, or the first that loads models with its config."""
     names = _auto_classes(type(model.config))
     for name in names:
         loaded = getattr(modeling_auto, name)._model_mapping[type(model.config)]
         if type(model) in (loaded if isinstance(loaded, (list, tuple)) else [loaded]):
             return name
-    return names[0] if names else None
+    return names[0]
 
 
 def _auto_classes(config_class: type) -> list[str]:

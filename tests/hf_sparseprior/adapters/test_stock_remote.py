@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForImageClassification,
     BeitForImageClassification,
     DeiTForImageClassification,
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_imports
 
 import hf_sparseprior as sp
+from hf_sparseprior.adapters import modeling_stock_prior
 from hf_sparseprior.adapters.stock_attention import RECORD, stock_priors
 from hf_sparseprior.adapters.stock_saving import CODE_ENTRY
 from hf_sparseprior.attention import compiled_kernels
@@ -173,7 +175,6 @@ def load(name, **options):
 
 first, second = load("vit", trust_remote_code=True), load("deit", trust_remote_code=True)
 eager = load("vit", trust_remote_code=True, attn_implementation="eager")
-assert "hf_sparseprior" not in sys.modules
 import hf_sparseprior as sp
 sp.remove_prior(load("swin"))
 for model, name in ((first, "vit"), (second, "deit"), (eager, "vit")):
@@ -182,6 +183,7 @@ for model, name in ((first, "vit"), (second, "deit"), (eager, "vit")):
 
 
 def test_several_folders_and_the_package_share_a_process(saved):
+    """The code of a folder imports the package for its kernels, where it is installed."""
     run_script(TOGETHER, folder=saved.root, package=True)
 
 
@@ -203,6 +205,17 @@ save_file({"found": found}, "found.safetensors")
         patch.setattr(compiled_kernels, "INSTALLED_VERSION", None)
         expected = pair.vision_model(images).last_hidden_state
     torch.testing.assert_close(load_file(tmp_path / "found.safetensors")["found"], expected, rtol=0, atol=1e-6)
+
+
+def test_what_some_versions_register_does_not_stay(saved):
+    """They make the class of `auto_map` that of all models with such a config."""
+    loader = modeling_stock_prior.AutoModelForImageClassification
+    config = AutoConfig.from_pretrained(saved.root / "models" / "vit")
+    AutoModelForImageClassification.register(type(config), loader, exist_ok=True)
+    model = loader.from_pretrained(saved.root / "models" / "vit", config=config)
+    assert type(model) is ViTForImageClassification and len(stock_priors(model)) == 3
+    plain = AutoModelForImageClassification.from_config(ViTModel.config_class(**STOCK["vit"].config))
+    assert type(plain) is ViTForImageClassification and not stock_priors(plain)
 
 
 class OwnViT(ViTForImageClassification):
