@@ -150,10 +150,10 @@ def _carried_import(node: ast.Import | ast.ImportFrom) -> str | None:
     if first != LIBRARY:
         return None
     if not parts:
-        names = [f"{alias.asname or alias.name} = _names.{alias.name}" for alias in node.names]
-        if names[0].startswith("*"):
+        assignments = [f"{alias.asname or alias.name} = _names.{alias.name}" for alias in node.names]
+        if node.names[0].name == "*":
             raise ValueError(f"`{ast.unparse(node)}` must name what it imports, to be saved with a model")
-        return "; ".join(["from .base import LIBRARY_NAMES as _names", *names])
+        return "; ".join(["from .base import LIBRARY_NAMES as _names", *assignments])
     if len(parts) != 2 or parts[0] not in ROOMS:
         raise ValueError(
             f"`{ast.unparse(node)}` must import names of a module of {LIBRARY}.{', '.join(ROOMS)}, to be saved with a "

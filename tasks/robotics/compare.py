@@ -13,7 +13,7 @@ from typing import Any, cast
 from tasks.common import compare
 from tasks.robotics.task import ROBOTICS
 
-load_comparison = partial(compare.load_comparison, cast(Any, ROBOTICS), imports=False)
+load_comparison = partial(compare.load_comparison, cast(Any, ROBOTICS))
 main = partial(compare.compare_main, cast(Any, ROBOTICS), imports=False)
 
 if __name__ == "__main__":

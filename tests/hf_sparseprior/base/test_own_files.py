@@ -154,9 +154,7 @@ def test_a_folder_whose_file_nobody_imported_names_it(own_file, tmp_path):
         del registry[name]
     own_files.IMPORTED.clear()
     for name in ("ours", "stock"):
-        with pytest.raises(
-            ValueError, match=rf"cross.*own_cross\.py: if you trust it, --import {tmp_path}/{name}/own"
-        ):
+        with pytest.raises(ValueError, match=rf"cross.*own_cross\.py: if you trust it, --import {tmp_path}/{name}/own"):
             AutoModelForImageClassification.from_pretrained(tmp_path / name)
     with pytest.raises(ValueError) as caught:
         AutoModelForImageClassification.from_pretrained(tmp_path / "ours", hidden_size=-1)
