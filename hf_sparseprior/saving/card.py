@@ -38,8 +38,8 @@ def model_card(
     results = results or {}
     classifies = any("Classification" in name for name in config.architectures or [])
     clips = takes_clips(config)
-    started_from = ((results.get("config") or {}).get("model") or {}).get("pretrained") or config.name_or_path
-    base = hub_name(started_from)
+    pretrained = ((results.get("config") or {}).get("model") or {}).get("pretrained")
+    base = hub_name(pretrained, is_folder=True) if pretrained else hub_name(config.name_or_path)
     tag = ("video" if clips else "image") + "-classification"
     if not classifies:
         tag = "feature-extraction" if clips else "image-feature-extraction"
@@ -60,7 +60,7 @@ def model_card(
         f"| architecture | {_architecture(config)} |",
         f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
         *([f"| frames | {config.num_frames} |"] if clips else []),
-        *([f"| base model | {base or Path(started_from).name} |"] if base or _ran_from(results) else []),
+        *([f"| base model | {base or Path(pretrained).name} |"] if base or pretrained else []),
         f"| prior | `{json.dumps(config.prior)}` |",
         f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
         *([f"| classes | {config.num_labels} |"] if classifies else []),
@@ -85,17 +85,15 @@ def model_card(
     return "\n".join(lines)
 
 
-def hub_name(source: Any) -> str | None:
-    """OWNER/NAME of a model of the hub, given as that or as its folder in the hub's cache; None for other folders."""
+def hub_name(source: Any, is_folder: bool = False) -> str | None:
+    """OWNER/NAME of a model of the hub, given as that or as its folder in the hub's cache; None for other folders.
+
+    is_folder: whether `source` is a folder, which need not be there any more.
+    """
     if cached := re.search(r"(?:^|[/\\])models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\]", str(source)):
         return f"{cached[1]}/{cached[2]}"
-    named = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source))
+    named = not is_folder and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source))
     return str(source) if named and not Path(str(source)).exists() else None
-
-
-def _ran_from(results: dict[str, Any]) -> bool:
-    """Whether a run started from a saved model."""
-    return bool(((results.get("config") or {}).get("model") or {}).get("pretrained"))
 
 
 def model_index(name: str, task: str, results: dict[str, Any]) -> list[str]:

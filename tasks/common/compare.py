@@ -430,8 +430,9 @@ class Row:
 
     def job(self, command: str | None) -> Job:
         """What a queue does for it."""
-        arguments = (imported_paths(), self.does, self.task, self.config, command or command_line(), self.metric)
-        return Job(str(self), self.name, self.folder, after_imports, arguments, lambda: self.record() is not None)
+        arguments = (self.task, self.config, command or command_line(), self.metric)
+        does = partial(after_imports, imported_paths(), self.does)
+        return Job(str(self), self.name, self.folder, does, arguments, lambda: self.record() is not None)
 
 
 def do_run(
@@ -564,9 +565,10 @@ def do_first(
             print(name, file=sys.stderr, flush=True)
             do_run(task, config, command, comparison.metric)
             continue
-        arguments = (imported_paths(), do_run, task, config, command or command_line(), comparison.metric)
+        arguments = (task, config, command or command_line(), comparison.metric)
+        does = partial(after_imports, imported_paths(), do_run)
         folder = Path(config["trainer"]["output_dir"])
-        queue.run([Job(name, name, folder, after_imports, arguments, partial(_is_finished, config, mine=True))])
+        queue.run([Job(name, name, folder, does, arguments, partial(_is_finished, config, mine=True))])
     check_start(task, [config for config in pending if waits(config)], records)
 
 
