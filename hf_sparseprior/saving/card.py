@@ -60,7 +60,7 @@ def model_card(
         f"| architecture | {_architecture(config)} |",
         f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
         *([f"| frames | {config.num_frames} |"] if clips else []),
-        *([f"| base model | {base or Path(pretrained).name} |"] if base or pretrained else []),
+        *([f"| base model | {base or Path(str(pretrained)).name} |"] if base or pretrained else []),
         f"| prior | `{json.dumps(config.prior)}` |",
         f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
         *([f"| classes | {config.num_labels} |"] if classifies else []),
