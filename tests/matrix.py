@@ -41,6 +41,7 @@ from tests.remote import check_remote_code
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs" / "what-works.json", ROOT / "docs" / "what-works.md"
+MARK = "<!-- made by python -m tests.matrix; what stands above is written by hand -->"
 KINDS: dict[str, Any] = {
     "dense": "dense",
     "along diagonals": "fibottention",
@@ -269,10 +270,11 @@ def key(family: str, kind: str, way: str) -> str:
 
 
 def page(record: dict[str, Any]) -> str:
-    """docs/what-works.md."""
+    """docs/what-works.md: what stands there by hand, and the tables of the record."""
     found, versions = record["cells"], record["versions"]
     parts = [
-        "# What works with what",
+        PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK,
+        "## What goes together",
         "Each cell was run, with models of a few thousand weights, by `python -m tests.matrix`: training in "
         "transformers' Trainer changes the weights, adapters get gradients and merge, what is compiled, exported or "
         "loaded gives what the model gives. A cell that is not *yes* has the reason. What was not run is *untried*.",
@@ -284,7 +286,7 @@ def page(record: dict[str, Any]) -> str:
             answers = [found.get(key(family, kind, way), "untried") for way in WAYS]
             rows.append([kind, *(own if own in ("yes", "untried") else f"no: {reason(own)}" for own in answers)])
         parts += [
-            f"## {FAMILIES[family].title}",
+            f"### {FAMILIES[family].title}",
             markdown_table(["prior", *(way.title for way in WAYS.values())], rows),
         ]
     names = ", ".join(

@@ -30,7 +30,7 @@ PAGES = (
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 
-EXISTS = (ROOT / "docs" / "what-exists.md").read_text()
+EXISTS = (ROOT / "docs" / "what-works.md").read_text().partition("<!-- made by")[0]  # the part by hand
 NAMES = [*SUPPORTS, *SEQUENCES, *DECAYS, *CURVES, *INIT_PRESETS, *PLACEMENTS, *EXTRAS, *MASK_FILLS, *ops.BACKENDS]
 
 
