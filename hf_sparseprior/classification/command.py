@@ -163,7 +163,7 @@ def prior_for_saved(prior: str, folder: str) -> Any:
     """
     slots = parse_prior(prior)
     config = read_json_object(Path(folder, CONFIG_NAME))
-    saved = config.get("prior", config.get("sparse_prior"))  # ours, and a stock model's
+    saved = config.get("prior", (config.get("sparse_prior") or {}).get("prior"))  # ours, and a stock model's
     if slots["decay"] in (None, "none") or _has_decay(saved):
         return prior
     slots["decay"] = {"name": slots["decay"], "init": GROWING}
