@@ -36,6 +36,7 @@ from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach, own_prior
 from hf_sparseprior.adapters.stock_attention import APPLIED, Applied, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
+from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.base.formats import ADAPTER_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.resolved import ResolvedDecay, Time, with_decay
@@ -169,7 +170,10 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
 def _resolve_adapter_decay(decay: Any) -> dict[str, Any]:
     given = {"name": decay} if isinstance(decay, str) else decay
     if not isinstance(given, dict) or not isinstance(given.get("name"), str) or given["name"] not in DECAYS:
-        raise ValueError(f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings")
+        hint = did_you_mean(given.get("name") if isinstance(given, dict) else None, DECAYS)
+        raise ValueError(
+            f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings{hint}"
+        )
     moves = given.get("gamma") is None and given.get("learn_beta", True) is not False
     return resolve_decay({"init": GROWING if moves else "identity", **given})  # type: ignore[return-value]
 

@@ -18,6 +18,7 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.families import presets
+from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.classification.task import CLASSIFICATION
@@ -190,7 +191,7 @@ def data_section(data: str) -> dict[str, Any]:
             raise ValueError(f"{data} holds tables of several kinds, {', '.join(sorted(found))}; name one file")
         return {"source": found.pop() if found else "imagefolder", "path": data}
     if not path.is_file():
-        raise FileNotFoundError(f"{data} does not exist; give a folder of images or of tables, or a .csv file")
+        raise FileNotFoundError(missing_path(data, "give a folder of images or of tables, or a .csv file"))
     if path.suffix != ".csv":
         raise ValueError(f"{data} must be a folder of images or of tables ({', '.join(TABLES)}), or a .csv file")
     return {"source": "csv", "path": data}

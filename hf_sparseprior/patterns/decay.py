@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_sparseprior.base.checks import check_boolean, check_integer, check_keys, python_value, split_spec
+from hf_sparseprior.base.checks import (
+    check_boolean,
+    check_integer,
+    check_keys,
+    did_you_mean,
+    python_value,
+    split_spec,
+)
 from hf_sparseprior.base.layer_sizes import HEADS, UnitAxes
 from hf_sparseprior.base.limits import check_sides
 from hf_sparseprior.base.registry import registering
@@ -117,7 +124,8 @@ def check_curves(curves: Sequence[str]) -> list[str]:
         raise ValueError(f"curves={curves!r} must be a list of at least one of {', '.join(curve_names())}")
     for curve in curves:
         if curve not in curve_names():
-            raise ValueError(f"curves: {curve!r} must be one of {', '.join(curve_names())}")
+            hint = did_you_mean(curve, curve_names())
+            raise ValueError(f"curves: {curve!r} must be one of {', '.join(curve_names())}{hint}")
     if len(set(curves)) != len(curves):
         raise ValueError(f"curves={list(curves)!r} must not repeat a curve")
     return list(curves)
@@ -127,7 +135,7 @@ def check_placement(placement: Any) -> Placement:
     """A name of `PLACEMENTS`."""
     if not isinstance(placement, str) or placement not in PLACEMENTS:
         names = ", ".join(f"{name} ({formula})" for name, formula in PLACEMENTS.items())
-        raise ValueError(f"placement={placement!r} must be one of {names}")
+        raise ValueError(f"placement={placement!r} must be one of {names}{did_you_mean(placement, PLACEMENTS)}")
     return placement
 
 
@@ -150,7 +158,8 @@ def check_gamma(gamma: float | None) -> float | None:
 def check_start(start: str) -> str:
     """The name of a curve, or "random"."""
     if not isinstance(start, str) or start not in (*curve_names(), "random"):
-        raise ValueError(f"start={start!r} must be one of random, {', '.join(curve_names())}")
+        hint = did_you_mean(start, ("random", *curve_names()))
+        raise ValueError(f"start={start!r} must be one of random, {', '.join(curve_names())}{hint}")
     return start
 
 
@@ -160,7 +169,7 @@ def init_values(init: str | Mapping[str, float]) -> Init:
     if isinstance(init, str) and init in INIT_PRESETS:
         return INIT_PRESETS[init]
     if not isinstance(init, Mapping):
-        raise ValueError(f"init={init!r} must be {allowed}")
+        raise ValueError(f"init={init!r} must be {allowed}{did_you_mean(init, INIT_PRESETS)}")
     check_keys(init, Init._fields, "decay init")
     if missing := [key for key in INIT_KEYS if key not in init]:
         raise ValueError(f"init={init!r} lacks {', '.join(missing)}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
 from hf_sparseprior.cli.image_files import NO_IMAGE, PassedOver, as_text, decode_image, images_below, is_image
 from hf_sparseprior.cli.labelled_images import decoding
@@ -74,7 +75,7 @@ def _inputs_of(place: str, column: str | None, every: int, clips: bool, passed_o
         yield from (Input(as_text(path), path) for path in sorted(images_below(place, passed_over, *wanted)))
         return
     if not os.path.exists(place):
-        raise FileNotFoundError(f"{place} does not exist; it must be a folder, an image, a list, a table or a video")
+        raise FileNotFoundError(missing_path(place, "give a folder, an image, a list, a table or a video"))
     if kind in TABLES or kind in LISTS:
         root = os.path.dirname(place)
         paths = _column(Path(place), column) if kind in TABLES else _lines(Path(place))
@@ -217,7 +218,7 @@ class Reader:
 
     def _clip(self, place: str, num_frames: int) -> list[Any]:
         if not os.path.isfile(place):
-            raise OSError(f"{place} does not exist")
+            raise OSError(missing_path(place, "a list or a table names it"))
         if not (total := _frames(place)):
             raise OSError(f"{place} holds no frames")
         numbers = clip_frames(total, num_frames, self.every)
