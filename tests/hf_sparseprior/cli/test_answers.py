@@ -192,4 +192,4 @@ def test_the_directory_of_the_package_is_what_is_public(tmp_path):
         "assert {'ViolinAdapterConfig', 'heads', 'predict', 'adapters'} <= set(names) and 'peft' not in sys.modules\n"
         "print(all(hasattr(sp, name) for name in names))\n"
     )
-    assert run_script(script, folder=tmp_path).stdout.strip().endswith("True")
+    assert run_script(script, folder=tmp_path, package=True).stdout.strip().endswith("True")
