@@ -150,7 +150,8 @@ def test_other_names_name_keys_that_exist():
 
 
 NOWHERE = [
-    ["predict", "./nix", "photo.png", "--out", "x.csv"],
+    ["predict", "./nix", ".", "--out", "x.csv"],
+    ["predict", "model", "nix.png", "--out", "x.csv"],
     ["export", "nix", "out"],
     ["export", "nix", "out", "--format", "onnx"],
     ["convert", "nix.pth", "out"],
