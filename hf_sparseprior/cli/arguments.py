@@ -78,7 +78,7 @@ class OneLine(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that names the choice, command or option which a wrong one may have been meant for."""
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """As argparse; what is not recognized is answered by the parser of the command."""
         parsed, others = self.parse_known_args(args, namespace)
         if others:

@@ -221,7 +221,7 @@ def check_known(given: Iterable[str], known: Sequence[str], where: str, kind: st
     """
     for key in given:
         if key not in known:
-            near = [name for name in (*OTHER_KEYS.get(str(key), ()), OTHER_NAMES.get(str(key))) if name in known]
+            near = [name for name in (*OTHER_KEYS.get(str(key), ()), OTHER_NAMES.get(str(key), "")) if name in known]
             near = near or difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"{where} has no {kind} {key!r}; {hint}")
