@@ -20,7 +20,21 @@ ROOT = Path(__file__).parent
 
 def kernels_build():
     """hf_sparseprior/kernels/build.py without the package around it, which needs torch."""
-    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "hf_sparseprior" / "kernels" / "build.py")
+    return alone("kernels/build.py")
+
+
+def project_urls():
+    """`[project.urls]`: what has the one address of the project in it; {} while there is none."""
+    address = alone("base/version.py").ADDRESS
+    if address is None:
+        return {}
+    pages = {"Repository": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {name: address + page for name, page in {**pages, "Issues": "/issues"}.items()}
+
+
+def alone(file):
+    """A module of the package without the package around it."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem + "_alone", ROOT / "hf_sparseprior" / file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -86,4 +100,4 @@ class Package(Distribution):
 # setuptools says at every editable installation that folders of the package's name come first where Python is
 # started. In a checkout that folder is the package.
 warnings.filterwarnings("ignore", message="Editable installation")
-setup(distclass=Package, cmdclass={"build_py": Build, "bdist_wheel": Wheel})
+setup(distclass=Package, cmdclass={"build_py": Build, "bdist_wheel": Wheel}, project_urls=project_urls())

@@ -149,6 +149,11 @@ def __getattr__(name: str) -> _Any:
         raise ImportError(f"{name} needs peft: pip install peft") from error
 
 
+def __dir__() -> list[str]:
+    """What is public. What is imported at its first use is named, too."""
+    return sorted({*__all__, "adapters"})
+
+
 _register_with_peft()
 _for_every_family(_register_image_processor)
 

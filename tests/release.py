@@ -17,6 +17,9 @@ matrix: every cell of docs/what-works.md is run anew, and what works there still
 arm: the kernels' arithmetic, compiled for 64-bit ARM and run in an emulator, gives what it gives here, and a wheel for
     that processor is built (Debian: g++-aarch64-linux-gnu, qemu-user-static).
 kernels: their layout for Hugging Face's `kernels` library is loaded by it where this package is missing.
+index: a wheel comes from an index on this machine by `pip install hf_sparseprior`, and `sparseprior --version`, `list`
+    and `train` on ten images run.
+space: a Space of the app is written into outputs/release/space and starts.
 sdist: it is installed into an empty environment, where no compiler is found, and runs without compiled kernels.
 minimum: the wheel loads with the lowest versions of torch, transformers and peft that pyproject.toml allows, and the
     quick tests pass.
@@ -47,7 +50,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_sparseprior.kernels import build
-from tests import hub_layout
+from tests import hub_layout, release_index
 from tests.hf_sparseprior.kernels.test_hub_layout import TRY as TRY_LAYOUT
 from tests.pasted import DOCUMENTS, failures
 
@@ -287,6 +290,35 @@ def sdist() -> None:
     run([python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", file], env=alone)
     say(run([python, "-c", TRY_PURE], cwd=alone["HOME"], env=alone).strip())
     remove(python)
+
+
+def index() -> None:
+    """`pip install hf_sparseprior` as if it were published."""
+    folder = new_folder("index")
+    say(release_index.index_of_checkout(folder).name)
+    python = environment("installed")
+    install(python, "torch")
+    install(python, *requirements("classification"))
+    with release_index.served_index(folder) as address:
+        release_index.install_from(address, python)
+    say(release_index.try_installed(python, new_folder("nothing")))
+    remove(python)
+
+
+def requirements(extra: str) -> list[str]:
+    """What the package needs with an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *project["optional-dependencies"][extra]]
+
+
+def space() -> None:
+    """A Space of the app, to be uploaded, and that it starts."""
+    from tests.test_release_index import started
+
+    folder = new_folder("space") / "app"
+    say(f"{folder}: {', '.join(release_index.write_space(folder))}")
+    assert "hf_sparseprior" in started(folder)
+    (folder / "log.txt").unlink()
 
 
 def kernels() -> None:
@@ -532,6 +564,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         "notebooks": notebooks,
         "trackers": trackers,
         "wheel": wheel,
+        "index": index,
+        "space": space,
         "sdist": sdist,
         "programs": programs,
         "route": route,

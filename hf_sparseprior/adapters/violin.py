@@ -36,11 +36,12 @@ from hf_sparseprior.adapters.saved_adapter import check_fields
 from hf_sparseprior.adapters.stock import attach, detach, own_prior
 from hf_sparseprior.adapters.stock_attention import APPLIED, Applied, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
+from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.base.formats import ADAPTER_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.resolved import ResolvedDecay, Time, with_decay
 from hf_sparseprior.models.base_config import BaseConfig
-from hf_sparseprior.patterns.decay import DECAYS, Decay, make_decay, resolve_decay
+from hf_sparseprior.patterns.decay import DECAYS, GROWING, Decay, make_decay, resolve_decay
 from hf_sparseprior.patterns.supports import check_time
 from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
 from hf_sparseprior.priors.prior import is_prior_weight, parse_prior, resolve_prior
@@ -62,7 +63,8 @@ class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this 
 DECAY_HELP = (
     "The decay: 'violin', another name of hf_sparseprior.patterns.decay.DECAYS, or a dict of a name and settings, as "
     "in a prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says "
-    "otherwise, `init` is 'identity', which leaves the model's output as it is to 1e-5. Saved with every setting."
+    "otherwise, `init` is 'growing', which leaves the model's output as it is to 1e-5 and lets M move; with a gamma "
+    "or learn_beta=False it is 'identity'. Saved with every setting."
 )
 TIME_HELP = (
     "How the decay sees the frames of a clip that attention sees together, as `time` of a prior: 'frame', 'clip' or "
@@ -123,10 +125,10 @@ class _DecayFields:
 
 @dataclass
 class ViolinAdapterConfig(_DecayFields, PeftConfig):
-    """Config of an adapter that is a learned decay: L * H * (C + 1) scalars for VIOLIN, 1296 on DeiT-B.
+    """Config of an adapter that is a learned decay: L * H * (C + 2) scalars for VIOLIN, 1440 on DeiT-B.
 
     Args:
-        decay: name, or dict of a name and settings; "violin" with init "identity" is the default.
+        decay: name, or dict of a name and settings; "violin" with init "growing" is the default.
         time: how the decay sees the frames of a clip, "frame", "clip" or "axes"; None for as the model's prior does.
         decay_layers: numbers of the layers that get it; None for all.
         decay_heads: the heads of each layer of the model, written when the adapter is made; not to be given.
@@ -168,8 +170,12 @@ class LoraViolinConfig(_DecayFields, LoraConfig):
 def _resolve_adapter_decay(decay: Any) -> dict[str, Any]:
     given = {"name": decay} if isinstance(decay, str) else decay
     if not isinstance(given, dict) or not isinstance(given.get("name"), str) or given["name"] not in DECAYS:
-        raise ValueError(f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings")
-    return resolve_decay({"init": "identity", **given})  # type: ignore[return-value]
+        hint = did_you_mean(given.get("name") if isinstance(given, dict) else None, DECAYS)
+        raise ValueError(
+            f"decay={decay!r} must be one of {', '.join(DECAYS)}, or a dict of its name and settings{hint}"
+        )
+    moves = given.get("gamma") is None and given.get("learn_beta", True) is not False
+    return resolve_decay({"init": GROWING if moves else "identity", **given})  # type: ignore[return-value]
 
 
 def _check_layers(layers: Any) -> None:

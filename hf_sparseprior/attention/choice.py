@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hf_sparseprior.attention.plain_operations import plain
 from hf_sparseprior.attention.request import AttentionRequest, is_transformed
+from hf_sparseprior.base.checks import did_you_mean
 
 logger = logging.getLogger("hf_sparseprior.ops")
 
@@ -163,7 +164,8 @@ def forced_backend(backend: str) -> tuple[str, str]:
     if backend == "auto" and heeds_environment and (forced := os.environ.get("SPARSEPRIOR_BACKEND")):
         source, backend = "SPARSEPRIOR_BACKEND", forced
     if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}")
+        hint = did_you_mean(backend, ("auto", *BACKENDS))
+        raise ValueError(f"{source}={backend!r} must be one of auto, {', '.join(BACKENDS)}{hint}")
     return source, backend
 
 

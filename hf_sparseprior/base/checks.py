@@ -12,6 +12,12 @@ from typing import Any
 import numpy as np
 
 
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" with the known name that is nearest to a wrong one; "" if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def check_keys(given: Iterable[str], allowed: Sequence[str], where: str) -> None:
     """Raise for the first key that is not allowed, with the nearest one that is."""
     for key in given:
@@ -29,9 +35,7 @@ def split_spec(spec: Any, slot: str, registry: Collection[str]) -> tuple[str, di
         raise ValueError(f"{slot} needs a 'name', one of {', '.join(registry)}; got {spec!r}")
     if not isinstance(name, str) or name not in registry:
         shown = name if isinstance(spec, Mapping) else spec
-        near = difflib.get_close_matches(name, list(registry), n=1) if isinstance(name, str) else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{slot}={shown!r} must be one of {', '.join(registry)}{hint}")
+        raise ValueError(f"{slot}={shown!r} must be one of {', '.join(registry)}{did_you_mean(name, registry)}")
     return name, settings
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import transformers
 
+from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.base.config_keys import check_key
 
 FAMILIES: dict[str, Family] = {}
@@ -208,5 +209,5 @@ def preset_family(preset: str, takes: Takes = "images") -> Family:
     """
     known = presets(takes)
     if not isinstance(preset, str) or preset not in known:
-        raise ValueError(f"preset={preset!r} must be one of {', '.join(known)}")
+        raise ValueError(f"preset={preset!r} must be one of {', '.join(known)}{did_you_mean(preset, known)}")
     return known[preset]

@@ -12,6 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def missing_path(path: str | os.PathLike, advice: str) -> str:
+    """What to say of a file or folder that does not exist: its whole path, and what to give."""
+    given, whole = os.fspath(path), os.path.abspath(path)
+    return f"{given} does not exist{'' if given == whole else f' ({whole})'}; {advice}"
+
+
 def file_sha256(path: str | os.PathLike) -> str:
     """SHA-256 of a file."""
     with open(path, "rb") as file:

@@ -18,11 +18,15 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.base.families import presets
+from hf_sparseprior.base.files import missing_path
+from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.classification.task import CLASSIFICATION
 from hf_sparseprior.images.model import model_keys
 from hf_sparseprior.images.sections import SECTIONS
+from hf_sparseprior.patterns.decay import GROWING
 from hf_sparseprior.prediction.predictors import local_folder
+from hf_sparseprior.priors.prior import parse_prior
 from hf_sparseprior.runs.config import Config, apply_overrides
 from hf_sparseprior.runs.hf_run import run
 from hf_sparseprior.runs.printed import print_results
@@ -103,7 +107,8 @@ def train_config(
         model: a preset (from scratch), the folder of a run or of a saved model (ours, of transformers or timm), or
             a name on the hub.
         out: folder of the run.
-        prior: default: the model's own.
+        prior: a name or names joined by +; default: the model's own. A decay that a saved model does not have yet
+            starts where it changes nothing (`prior_for_saved`).
         tuning, labels: `tuning.method` and `data.labels`.
         length: {"num_train_epochs": ...} or {"minutes": ...}; without a number 20 epochs.
         overrides: `section.key=value`, over all of these.
@@ -118,7 +123,9 @@ def train_config(
         for name, values in layer.items():
             config[name] |= copy.deepcopy(values)
     config["data"] |= {**data_section(data), "labels": labels}
-    config["model"] |= {**section, **({} if prior is None else {"prior": prior})}
+    if prior is not None:
+        config["model"]["prior"] = prior if "preset" in section else prior_for_saved(prior, section["pretrained"])
+    config["model"] |= section
     if labels != "classes":
         del config["augmentation"]["label_smoothing"]  # of one class an image
     if "drop_path_rate" not in model_keys(section):  # of some models of transformers
@@ -147,6 +154,29 @@ def model_section(model: str) -> dict[str, Any]:
     return {"pretrained": str(model_folder(local_folder(model), CONFIG_NAME))}
 
 
+def prior_for_saved(prior: str, folder: str) -> Any:
+    """A prior by name for a saved model. A decay that the model does not have yet gets `init: growing`: the model
+    starts as the saved one, and the decay moves.
+
+    Raises:
+        ValueError, OSError: for a prior that does not exist, and a config.json that cannot be read.
+    """
+    slots = parse_prior(prior)
+    config = read_json_object(Path(folder, CONFIG_NAME))
+    saved = config.get("prior", (config.get("sparse_prior") or {}).get("prior"))  # ours, and a stock model's
+    if slots["decay"] in (None, "none") or _has_decay(saved):
+        return prior
+    slots["decay"] = {"name": slots["decay"], "init": GROWING}
+    return {name: value for name, value in slots.items() if value}
+
+
+def _has_decay(prior: Any) -> bool:
+    if isinstance(prior, list):
+        return any(map(_has_decay, prior))
+    decay = (prior if isinstance(prior, dict) else parse_prior(prior)).get("decay")
+    return decay not in (None, "none")
+
+
 def data_section(data: str) -> dict[str, Any]:
     """`source` and `path` of what a user named: a CSV file, or a folder by what lies in it.
 
@@ -160,7 +190,7 @@ def data_section(data: str) -> dict[str, Any]:
             raise ValueError(f"{data} holds tables of several kinds, {', '.join(sorted(found))}; name one file")
         return {"source": found.pop() if found else "imagefolder", "path": data}
     if not path.is_file():
-        raise FileNotFoundError(f"{data} does not exist; give a folder of images or of tables, or a .csv file")
+        raise FileNotFoundError(missing_path(data, "give a folder of images or of tables, or a .csv file"))
     if path.suffix != ".csv":
         raise ValueError(f"{data} must be a folder of images or of tables ({', '.join(TABLES)}), or a .csv file")
     return {"source": "csv", "path": data}

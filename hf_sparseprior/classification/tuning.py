@@ -68,7 +68,7 @@ def check_tuning(config: dict[str, dict[str, Any]]) -> None:
 def _no_decay(prior: Any) -> str:
     return (
         f"tuning.method=violin trains a decay, and model.prior={prior!r} has none; set "
-        "'model.prior={decay: {name: violin, init: finetune}}'"
+        "'model.prior={decay: {name: violin, init: growing}}'"
     )
 
 

@@ -7,9 +7,15 @@ once, without torch.
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from hf_sparseprior.base.other_names import OTHER_KEYS
+from hf_sparseprior.base.version import __version__
 
 SCRIPT = "sparseprior"  # the console script
 PROGRAM = SCRIPT if Path(sys.argv[0]).stem == SCRIPT else "python -m hf_sparseprior"
@@ -26,42 +32,109 @@ EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
 TUNING, LABELS = ("full", "linear", "lora", "dora", "violin"), ("classes", "several", "numbers")
 RAW = argparse.RawDescriptionHelpFormatter
+# A test gives each example to the check of configurations.
 SECTIONS_OF_TRAIN = """\
-sections of the settings, with examples:
-  data           data.test_fraction=0.1  data.label_column=species  data.corrupt=skip
-  augmentation   augmentation.crop=center  augmentation.balance=loss  augmentation.mixup=0.8
-  model          model.image_size=384  'model.prior={decay: {name: violin, init: finetune}}'
-  tuning         tuning.rank=16  tuning.targets=attention+mlp
-  trainer        trainer.learning_rate=1e-4  trainer.per_device_train_batch_size=64  trainer.seed=1
-                 trainer.early_stopping=3  trainer.report_to=tensorboard  trainer.bf16=true
-  distillation, token_labels, compression: see the project's tasks/classification/training.md
+sections of the settings, each with examples for --set:
+  data           where images and labels are
+      data.label_column=species          column of the label, of a table
+      data.test_fraction=0.1             share of the images that is kept for the test
+      data.corrupt=skip                  leave out images that cannot be read
+  augmentation   how images are changed before the model sees them
+      augmentation.crop=none             the whole image in place of a random part
+      augmentation.flip=0                no mirror images
+      augmentation.balance=loss          rare classes count more
+      augmentation.mixup=0.8             pairs of images are mixed
+  model          fields of the model's config
+      model.image_size=384
+      model.drop_path_rate=0.2
+      'model.prior={support: fibottention, decay: {name: violin, init: growing}}'
+  tuning         with --tuning lora or dora: size and place of the updates
+      tuning.rank=16
+      tuning.targets=attention+mlp
+  trainer        the training itself, keys of transformers' TrainingArguments and ours
+      trainer.learning_rate=1e-4
+      trainer.per_device_train_batch_size=64
+      trainer.seed=1
+      trainer.early_stopping=3           end after 3 evaluations without a better one
+      trainer.report_to=tensorboard
+      trainer.bf16=true
+  distillation, token_labels, compression
+      a teacher, labels of patches, smaller models: tasks/classification/training.md of the project
+
+example: %(prog)s photos --model vit_small --out run --set trainer.learning_rate=1e-4 model.image_size=384
 """
 FEATURES, UNREADABLE = ("pooled", "patches"), ("skip", "fatal")
 KINDS = ("families", "supports", "sequences", "decays", "curves", "predictors", "mixers", "extras", "backends")
 
 
+class OneLine(argparse.HelpFormatter):
+    """Leaves room for the longest command, so that each has its help in its line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = 15
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the choice, command or option which a wrong one may have been meant for."""
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """As argparse; what is not recognized is answered by the parser of the command."""
+        parsed, others = self.parse_known_args(args, namespace)
+        if others:
+            commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+            parser = commands[0].choices[parsed.command] if commands else self
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse, with a hint."""
+        super().error(message + self._hint(message))
+
+    def _hint(self, message: str) -> str:
+        if choice := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
+            return meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
+        if option := re.search(r"unrecognized arguments: --([\w-]+)", message):
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            keys = OTHER_KEYS.get(option[1].replace("-", "_"), ()) if "--set" in known else ()
+            return f"; did you mean --set trainer.{keys[0]}=...?" if keys else meant(f"--{option[1]}", known)
+        return ""
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """The known name that is nearest to a wrong one, as a question; "" if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     """The parser of all commands; `targets` are the formats of `convert`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=PROGRAM,
+        formatter_class=OneLine,
         description="Vision transformers with sparse attention and spatial priors.",
         epilog="A bad value ends with one line; with SPARSEPRIOR_TRACEBACK=1 its traceback shows before that.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    add_list(commands.add_parser("list", help="the names of all families, supports, decays, curves ..."))
-    add_explain(commands.add_parser("explain", help="what a prior does on a grid, numbers and pictures"))
+    parser.add_argument("--version", action="version", version=f"{SCRIPT} {__version__}")
+    # A line each, with these names in it: a test counts them.
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    add_list(commands.add_parser("list", help="print the names of families, supports, decays, curves"))
+    add_explain(commands.add_parser("explain", help="show what a prior does on a grid"))
     text = "train a classifier on a folder of images or a table"
     add_train(commands.add_parser("train", help=text, epilog=SECTIONS_OF_TRAIN, formatter_class=RAW))
-    text = "what a model sees in images: a table of labels, features, masks or boxes"
+    text = "write labels, features, masks or boxes of images"
     add_predict(commands.add_parser("predict", help=text))
-    text = "make a saved model ready to upload, or a file of it that runs without this package"
+    text = "make a folder to upload, or an ONNX or other file"
     add_export(commands.add_parser("export", help=text))
-    text = "run a package of export --format aoti; packages are code, so run those alone that you trust"
-    add_run_package(commands.add_parser("run-package", help=text))
-    text = "checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs"
-    add_convert(commands.add_parser("convert", help=text), targets)
-    add_app(commands.add_parser("app", help="priors, attention and times in a browser; needs the extra `app`"))
-    doctor = commands.add_parser("doctor", help="what runs on this machine, what does not, and how to get it")
+    text = "run a package of `export --format aoti`"
+    note = "A package is code: run those alone that you trust."
+    add_run_package(commands.add_parser("run-package", help=text, description=note))
+    text = "turn checkpoints of other libraries into ours, or back"
+    note = "Checkpoints of transformers, timm, DeiT, DINOv2, SigLIP, Swin ... as ours, and ours as theirs."
+    add_convert(commands.add_parser("convert", help=text, description=note), targets)
+    text = "show priors, attention and times in a browser"
+    add_app(commands.add_parser("app", help=text, description="It needs the extra `app`."))
+    doctor = commands.add_parser("doctor", help="check what runs on this machine")
     text = "only what this extra's tasks lack; exit status 1 if anything"
     doctor.add_argument("--require", choices=EXTRAS, help=text)
     return parser

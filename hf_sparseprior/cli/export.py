@@ -19,7 +19,7 @@ from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.adapters.stock_attention import stock_priors
 from hf_sparseprior.adapters.stock_loading import from_pretrained
 from hf_sparseprior.base.families import FAMILIES, family_of
-from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
+from hf_sparseprior.base.files import check_new, file_sha256, missing_path, whole_folder, write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json, read_json_object
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
 from hf_sparseprior.saving.card import CARD, model_card
@@ -28,6 +28,8 @@ from hf_sparseprior.saving.saved_config import check_saved_config
 from hf_sparseprior.saving.saved_processor import load_image_processor
 
 RESULTS = "results.json"
+
+SAVED = "the folder of a saved model or of a training run"
 
 
 def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str | None = None) -> list[str]:
@@ -82,8 +84,10 @@ def saved_source(source: str | os.PathLike) -> tuple[Path, Any]:
     source = Path(source)
     if not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
         source = source / "model"  # of a training run
+    if not os.path.lexists(source):
+        raise OSError(missing_path(source, f"give {SAVED}{hub_hint(source)}"))
     if not (source / "config.json").is_file():
-        raise OSError(f"{source} is no saved model: it has no config.json{hub_hint(source)}")
+        raise OSError(f"{source} is no saved model: it has no config.json; give {SAVED}")
     content = read_json_object(source / "config.json")
     names, model_type = content.get("architectures") or [], content.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.cli.arguments import KINDS
@@ -48,7 +49,7 @@ def listed(kinds: Sequence[str] = ()) -> Iterator[str]:
     """
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} must be one of {', '.join(KINDS)}")
+            raise ValueError(f"{kind!r} must be one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     for kind in kinds or KINDS:
         yield HEADINGS[kind]
         if kind == "families":

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
 from hf_sparseprior.cli import onnx_operators
@@ -40,6 +41,10 @@ def read_deployment(folder: Path) -> dict[str, Any]:
     Raises:
         OSError: for a folder that holds none. ValueError: for a newer format, or newer operators, than this version's.
     """
+    if not os.path.lexists(folder):
+        raise OSError(missing_path(folder, "give a folder that `export --format` made"))
+    if not os.path.lexists(folder / DEPLOYMENT):
+        raise OSError(f"{folder} holds no exported file: it has no {DEPLOYMENT}, which `export --format` writes")
     about = read_json_object(folder / DEPLOYMENT, RECORD_BYTES)
     try:
         check_format("the exported file", about.get(FORMAT_KEY, 1), EXPORT_FORMAT)

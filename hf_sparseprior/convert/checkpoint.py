@@ -23,7 +23,7 @@ from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.stock_attention import RECORD
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.base.files import check_new, whole_file, whole_folder
+from hf_sparseprior.base.files import check_new, missing_path, whole_file, whole_folder
 from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.convert import (
     iformer,
@@ -128,7 +128,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not file.is_file():
-        raise OSError(f"{file} does not exist{hub_hint(file)}")
+        advice = "give a folder with config.json and weights, or a .safetensors, .pth or .bin file"
+        raise OSError(missing_path(file, advice + hub_hint(file)))
     try:
         if file.suffix == ".safetensors":
             return load_file(file), {}

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
-from hf_sparseprior.base.checks import check_boolean, check_integer, check_within
+from hf_sparseprior.base.checks import check_boolean, check_integer, check_within, did_you_mean
 from hf_sparseprior.base.config_keys import CheckedFields
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
@@ -98,7 +98,8 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
     def from_preset(cls, preset: str, prior: Any = None, **overrides: Any) -> Any:
         """Configuration of one of the papers' architectures, e.g. `from_preset("deit_base", "violin")`."""
         if preset not in cls.presets:
-            raise ValueError(f"preset={preset!r} must be one of {', '.join(cls.presets)}")
+            hint = did_you_mean(preset, cls.presets)
+            raise ValueError(f"preset={preset!r} must be one of {', '.join(cls.presets)}{hint}")
         return cls(**{**cls.presets[preset], **({} if prior is None else {"prior": prior}), **overrides})
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:

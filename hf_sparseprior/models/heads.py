@@ -27,7 +27,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 from transformers.backbone_utils import BackboneMixin
 
-from hf_sparseprior.base.checks import check_keys
+from hf_sparseprior.base.checks import check_keys, did_you_mean
 from hf_sparseprior.base.config_keys import check_common_value
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import write_text
@@ -124,7 +124,7 @@ def head_config(name: str, backbone: PretrainedConfig, **options: Any) -> Any:
         ValueError: for a head or an option that there is not, and for a backbone that the head cannot take.
     """
     if not isinstance(name, str) or name not in HEADS:
-        raise ValueError(f"head={name!r:.60} must be one of {', '.join(HEADS)}")
+        raise ValueError(f"head={name!r:.60} must be one of {', '.join(HEADS)}{did_you_mean(name, HEADS)}")
     head = HEADS[name]
     known = [field.name for field in fields(head.config_class) if field.name != "backbone_config"]
     check_keys(options, sorted({*known, *COMMON_OPTIONS}), head.config)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hf_sparseprior.base.checks import did_you_mean
+
 CURVES: dict[str, Callable[[int, int], np.ndarray]] = {}
 CLIP_CURVES: dict[str, Callable[[int, int, int], np.ndarray]] = {}  # those of CURVES that exist in three dimensions
 TRANSPOSED_SUFFIX = "_t"
@@ -71,7 +73,7 @@ def curve_rank(name: str, grid: Sequence[int], transposed: bool = False) -> np.n
     if name.endswith(TRANSPOSED_SUFFIX):
         name, transposed = name.removesuffix(TRANSPOSED_SUFFIX), not transposed
     if name not in CURVES:
-        raise ValueError(f"curve={name!r} must be one of {', '.join(curve_names())}")
+        raise ValueError(f"curve={name!r} must be one of {', '.join(curve_names())}{did_you_mean(name, curve_names())}")
     if len(grid) not in (2, 3) or any(int(side) != side or side < 1 for side in grid):
         raise ValueError(
             f"grid={tuple(grid)} must be (height, width) with both sides 1 or more, or (frames, height, width)"

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_sparseprior.base.checks import check_boolean, check_integer, check_keys, python_value, split_spec
+from hf_sparseprior.base.checks import (
+    check_boolean,
+    check_integer,
+    check_keys,
+    did_you_mean,
+    python_value,
+    split_spec,
+)
 from hf_sparseprior.base.layer_sizes import HEADS, UnitAxes
 from hf_sparseprior.base.limits import check_sides
 from hf_sparseprior.base.registry import registering
@@ -49,11 +56,16 @@ INIT_PRESETS: dict[str, Init] = {
     "pretrain_published": Init(0.0, 0.5, 5.0, 9.0),  # the authors' DeiT and DINO code; the paper is silent on alpha
     "finetune": Init(1.0, 0.02, 15.0, 20.0),  # VIOLIN D.1: alpha around 1, beta ~ U(15, 20); the mask hardly moves
     "moving": Init(1.0, 0.0, 6.0, 8.0),  # ours: for fine-tuning with a mask that is visibly below 1 and can move
-    "identity": Init(1.0, 0.0, 20.0, 20.0),  # ours: the base model to 1e-5, for adapters and for stock models
+    # ours: the base model to 1e-5; only alpha moves, because gradients of beta vanish
+    "identity": Init(1.0, 0.0, 20.0, 20.0),
+    # ours: the base model to 1e-5, and M moves: a gate that starts near 0 multiplies log gamma of `moving`
+    "growing": Init(1.0, 0.0, 6.0, 8.0),
     # VIOLIN Table 15, first row, names no values: ours is beta = 0, so gamma = 0.5; the authors' code draws both.
     "zeros": Init(1.0, 0.0, 0.0, 0.0),
     "zeros_published": Init(0.0, 0.5, 0.0, 0.0, 0.5),
 }
+GROWING = "growing"
+GATE_START = 1e-6  # |M - 1| <= GATE_START * exp(-6) * distance: 5e-7 on 14x14 patches
 INIT_KEYS = ("alpha_mean", "alpha_std", "beta_low", "beta_high")
 ALPHA_SCALES = ("logits", "mask")
 
@@ -112,7 +124,8 @@ def check_curves(curves: Sequence[str]) -> list[str]:
         raise ValueError(f"curves={curves!r} must be a list of at least one of {', '.join(curve_names())}")
     for curve in curves:
         if curve not in curve_names():
-            raise ValueError(f"curves: {curve!r} must be one of {', '.join(curve_names())}")
+            hint = did_you_mean(curve, curve_names())
+            raise ValueError(f"curves: {curve!r} must be one of {', '.join(curve_names())}{hint}")
     if len(set(curves)) != len(curves):
         raise ValueError(f"curves={list(curves)!r} must not repeat a curve")
     return list(curves)
@@ -122,7 +135,7 @@ def check_placement(placement: Any) -> Placement:
     """A name of `PLACEMENTS`."""
     if not isinstance(placement, str) or placement not in PLACEMENTS:
         names = ", ".join(f"{name} ({formula})" for name, formula in PLACEMENTS.items())
-        raise ValueError(f"placement={placement!r} must be one of {names}")
+        raise ValueError(f"placement={placement!r} must be one of {names}{did_you_mean(placement, PLACEMENTS)}")
     return placement
 
 
@@ -145,7 +158,8 @@ def check_gamma(gamma: float | None) -> float | None:
 def check_start(start: str) -> str:
     """The name of a curve, or "random"."""
     if not isinstance(start, str) or start not in (*curve_names(), "random"):
-        raise ValueError(f"start={start!r} must be one of random, {', '.join(curve_names())}")
+        hint = did_you_mean(start, ("random", *curve_names()))
+        raise ValueError(f"start={start!r} must be one of random, {', '.join(curve_names())}{hint}")
     return start
 
 
@@ -155,7 +169,7 @@ def init_values(init: str | Mapping[str, float]) -> Init:
     if isinstance(init, str) and init in INIT_PRESETS:
         return INIT_PRESETS[init]
     if not isinstance(init, Mapping):
-        raise ValueError(f"init={init!r} must be {allowed}")
+        raise ValueError(f"init={init!r} must be {allowed}{did_you_mean(init, INIT_PRESETS)}")
     check_keys(init, Init._fields, "decay init")
     if missing := [key for key in INIT_KEYS if key not in init]:
         raise ValueError(f"init={init!r} lacks {', '.join(missing)}")
@@ -184,8 +198,24 @@ def drawn_beta(shape: torch.Size, dtype: torch.dtype, start: tuple[float, float,
     return beta + std * torch.randn(beta.shape, dtype=dtype) if std else beta
 
 
+def gated_beta(beta: Tensor, gate: Tensor) -> Tensor:
+    """The beta of gamma^|gate|, for beta (..., H) and gate (H,): log sigmoid of it is |gate| * log sigmoid(beta).
+
+    Its gradient by the gate is that of -log gamma, which does not vanish where the gate is near 0.
+    """
+    rate = gate.abs().clamp_min(1e-9) * F.softplus(-beta)  # -log gamma, above 0
+    # log(e^rate - 1), for small rates by its series, because e^rate - 1 has few digits there. Both parts are finite.
+    small, large = rate.clamp_max(0.5), rate.clamp_min(0.25)
+    series = rate.log() + small / 2 + small.square() / 24 - small.pow(4) / 2880
+    return -torch.where(rate < 0.5, series, large + torch.log1p(-torch.exp(-large)))
+
+
 class Decay(nn.Module):
     """The learned scalars of one layer's decay: alpha (H,) and beta (C, H), both float32 or float64.
+
+    With `init` "growing" also gate (H,), with which gamma is sigmoid(beta)^|gate|. It starts near 0, so M starts at 1.
+    It is for adapters and fine-tuning: M is of the same form (`gated_beta`), and moves by steps of a usual learning
+    rate, where beta would have to come from 20 to 8.
 
     They stay in at least float32 when the model is cast to half precision, because in bfloat16 sigmoid(beta) rounds to
     1.
@@ -201,7 +231,10 @@ class Decay(nn.Module):
 
     name: str
     SEES_TIME: ClassVar[bool] = False
-    UNIT_AXES: UnitAxes = {"alpha": ((HEADS,),), "beta": ((), (HEADS,)), "prefix_beta": ((HEADS,),)}
+    UNIT_AXES: UnitAxes = {
+        **dict.fromkeys(("alpha", "prefix_beta", "gate"), ((HEADS,),)),
+        "beta": ((), (HEADS,)),
+    }
     # The tensors that `ops.attention` takes in addition to the settings.
     TENSORS: tuple[str, ...] = ("alpha", "beta", "prefix_beta")
     SETTINGS: dict[str, Any] = {
@@ -222,6 +255,7 @@ class Decay(nn.Module):
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.alpha: nn.Parameter | None = None
         self.prefix_beta: nn.Parameter | None = None
+        self.gate: nn.Parameter | None = None
         if settings["learn_alpha"]:
             self.alpha = nn.Parameter(torch.empty(num_heads, dtype=dtype))
         beta = torch.empty(num_curves, num_heads, dtype=dtype)
@@ -231,6 +265,8 @@ class Decay(nn.Module):
             self.register_buffer("beta", beta)
         if settings["learn_prefix"]:
             self.prefix_beta = nn.Parameter(torch.empty(num_heads, dtype=dtype))
+        if settings["init"] == GROWING:
+            self.gate = nn.Parameter(torch.empty(num_heads, dtype=dtype))
         self.add_parameters()
         self.reset_parameters()
 
@@ -250,6 +286,11 @@ class Decay(nn.Module):
         init_values(settings["init"])
         if isinstance(settings["init"], Mapping):
             checked["init"] = {key: python_value(value) for key, value in settings["init"].items()}
+        if settings["init"] == GROWING and not (settings["gamma"] is None and checked["learn_beta"]):
+            raise ValueError(
+                f"decay {cls.name!r}: init={GROWING!r} starts at M = 1 and learns how fast M falls; it needs "
+                f"learn_beta=True and gamma=None, got {checked['learn_beta']} and {settings['gamma']!r}"
+            )
         return {
             **checked,
             "placement": check_placement(settings["placement"]),
@@ -287,6 +328,8 @@ class Decay(nn.Module):
             values["alpha"] = init.alpha_mean + init.alpha_std * torch.randn(self.alpha.shape, dtype=dtype)
         if self.prefix_beta is not None:
             values["prefix_beta"] = drawn_beta(self.prefix_beta.shape, dtype, init[2:])
+        if self.gate is not None:
+            values["gate"] = torch.full(self.gate.shape, GATE_START, dtype=dtype)
         return values
 
     @torch.no_grad()
@@ -296,8 +339,12 @@ class Decay(nn.Module):
             getattr(self, name).copy_(value)
 
     def forward(self) -> DecayTensors:
-        """The decay as `ops.attention` takes it: settings and tensors in one dict."""
-        tensors = dict(self.settings, alpha=self.alpha, beta=self.beta, prefix_beta=self.prefix_beta)
+        """The decay as `ops.attention` takes it: settings and tensors in one dict, a gate already in beta."""
+        beta: Tensor | None = self.beta
+        betas = [beta, self.prefix_beta]
+        if self.gate is not None:
+            betas = [None if beta is None else gated_beta(beta, self.gate) for beta in betas]
+        tensors = dict(self.settings, alpha=self.alpha, beta=betas[0], prefix_beta=betas[1])
         return cast("DecayTensors", tensors)
 
     def no_weight_decay(self) -> set[str]:

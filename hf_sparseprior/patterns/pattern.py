@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.checks import check_integer, did_you_mean
 from hf_sparseprior.base.registry import registering
 from hf_sparseprior.base.resolved import Settings, Time
 from hf_sparseprior.patterns.masks import Pairs
@@ -132,7 +132,7 @@ def register_support(
 def support_settings(name: str) -> dict[str, Any]:
     """Settings of a support with their defaults, including the common ones."""
     if name not in SUPPORTS:
-        raise ValueError(f"support={name!r} must be one of {', '.join(SUPPORTS)}")
+        raise ValueError(f"support={name!r} must be one of {', '.join(SUPPORTS)}{did_you_mean(name, SUPPORTS)}")
     order = {"order": RASTER} if SUPPORTS[name].ordered else {}
     return {**SUPPORTS[name].settings, **COMMON_SETTINGS, **order}
 

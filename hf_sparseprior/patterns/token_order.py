@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 
 RASTER = "raster"
@@ -35,7 +36,8 @@ def check_order(order: Any, num_heads: int) -> str | list[str]:
     for name in names:
         if not isinstance(name, str) or name not in (RASTER, *curve_names()):
             given = f"order={order!r}" if not each else f"order: {name!r}"
-            raise ValueError(f"{given} must be one of {RASTER}, {', '.join(curve_names())}, or a list of them")
+            hint = did_you_mean(name, (RASTER, *curve_names()))
+            raise ValueError(f"{given} must be one of {RASTER}, {', '.join(curve_names())}, or a list of them{hint}")
     if each and len(names) != num_heads:
         raise ValueError(f"order={names!r} must be one name, or a list with one for each of {num_heads} heads")
     names = [RASTER if name == "z" else name for name in names]  # the curve that is raster order

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
 from hf_sparseprior.cli.image_files import NO_IMAGE, PassedOver, as_text, decode_image, images_below, is_image
 from hf_sparseprior.cli.labelled_images import decoding
@@ -36,7 +37,7 @@ def places_of(images: str | os.PathLike | Sequence[str | os.PathLike]) -> list[s
     places = [os.fspath(own) for own in ([images] if isinstance(images, (str, os.PathLike)) else images)]
     for place in places:
         if not os.path.exists(place):
-            raise FileNotFoundError(f"{place} does not exist; give folders, images, lists, tables or videos")
+            raise FileNotFoundError(missing_path(place, "give folders, images, lists, tables or videos"))
     return places
 
 
@@ -224,7 +225,7 @@ class Reader:
 
     def _clip(self, place: str, num_frames: int) -> list[Any]:
         if not os.path.isfile(place):
-            raise OSError(f"{place} does not exist")
+            raise OSError(missing_path(place, "a list or a table names it"))
         if not (total := _frames(place)):
             raise OSError(f"{place} holds no frames")
         numbers = clip_frames(total, num_frames, self.every)

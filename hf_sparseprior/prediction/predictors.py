@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.token_layout import patch_projection
 from hf_sparseprior.base.families import family_of
-from hf_sparseprior.base.files import file_sha256, write_text
+from hf_sparseprior.base.files import file_sha256, missing_path, write_text
 from hf_sparseprior.cli.deployment import fitted_processor, own_copy, saved_processor, stock_sides
 from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.exportable import Exportable
@@ -81,14 +81,22 @@ def local_folder(source: str | os.PathLike) -> Path:
         return Path(source)
     name = os.fspath(source)
     if os.path.lexists(name) or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise OSError(f"{name} must be a folder of a model, or a name on the hub")
+        advice = (
+            "give the folder of a training run, a saved model, an adapter or an exported file, or a name on the hub"
+        )
+        if not os.path.lexists(name):
+            raise OSError(missing_path(name, advice))
+        raise OSError(f"{name} is no folder of a model; {advice}")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # of the hub, of httpx and of names
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OSError(f"{name} is no folder here, and is not to be had from the hub ({line})") from None
+        raise OSError(
+            f"{name} does not exist here ({os.path.abspath(name)}), and the hub does not give it ({line}); give the "
+            "folder of a training run, a saved model, an adapter or an exported file, or OWNER/NAME of the hub"
+        ) from None
 
 
 # ---- exported files -------------------------------------------------------------------------------------------------

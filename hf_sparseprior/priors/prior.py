@@ -20,7 +20,9 @@ from typing import Any, Literal, NamedTuple
 from hf_sparseprior.base.checks import check_keys
 from hf_sparseprior.base.extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
 from hf_sparseprior.base.resolved import TIMES, ResolvedModule, ResolvedPrior, Time
+from hf_sparseprior.patterns.curves import curve_names
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import (
     SUPPORTS,
     LayerKey,
@@ -93,17 +95,30 @@ def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
         elif name in EXTRAS:
             slots["extras"].append(name)
         elif slot is None:
-            near = difflib.get_close_matches(name, [*prior_names(), *TIMES], n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"prior={prior!r}: {name!r} is no prior; {hint}Names: {', '.join(prior_names())}; over the frames of "
-                f"clips also {', '.join(TIMES)}"
+                f"prior={prior!r}: {name!r} is no prior; {_meant(name)}Names: {', '.join(prior_names())}; over the "
+                f"frames of clips also {', '.join(TIMES)}"
             )
         elif slots[slot] is not None:
             raise ValueError(f"prior={prior!r} fills the {slot} twice, with {slots[slot]!r} and {name!r}")
         else:
             slots[slot] = name
     return slots
+
+
+def _meant(name: str) -> str:
+    """What may have been meant by a name that is no prior: another prior, or a name that belongs into its settings."""
+    for kind, known, setting in (
+        ("sequence", SEQUENCES, "support: {{name: fibottention, sequence: {}}}"),
+        ("curve", curve_names(), "decay: {{name: violin, curves: [{}]}}"),
+    ):
+        if name in known:
+            return f"it is a {kind}, which is a setting: {setting.format(name)}. "
+    every = [*prior_names(), *TIMES, *SEQUENCES, *curve_names()]
+    near = difflib.get_close_matches(name, every, n=1)
+    if not near or near[0] in prior_names() or near[0] in TIMES:
+        return f"did you mean {near[0]!r}? " if near else ""
+    return f"did you mean {near[0]!r}? {_meant(near[0])[0].upper()}{_meant(near[0])[1:]}"
 
 
 def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) -> ResolvedPrior:

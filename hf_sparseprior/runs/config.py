@@ -33,6 +33,8 @@ from typing import Any
 import yaml
 
 from hf_sparseprior.base.checks import check_finite, check_integer
+from hf_sparseprior.base.config_keys import OTHER_NAMES
+from hf_sparseprior.base.other_names import OTHER_KEYS
 
 Config = dict[str, dict[str, Any]]  # sections of keys and plain values
 # Keys of a comparison in addition to those of the run that its rows change.
@@ -114,11 +116,20 @@ def apply_overrides(config: dict[str, dict[str, Any]], overrides: Sequence[str],
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
         if not equals or not dot:
-            raise ValueError(f"override {override!r} must be SECTION.KEY=VALUE, for example model.prior=violin")
+            example = "for example model.prior=violin"
+            if equals and (full := _with_section(key, sections)):
+                example = f"did you mean {full}={text}?"
+            raise ValueError(f"override {override!r} must be SECTION.KEY=VALUE; {example}")
         check_known([section], sections, "the configuration")
         config[section][name] = parse_value(text)
     if any(override.startswith("trainer.per_device_train_batch_size=") for override in overrides):
         _check_batch_size(config.get("trainer", {}))
+
+
+def _with_section(key: str, sections: Sequence[str]) -> str | None:
+    """trainer.KEY for a key of that section without one, also under another name; None for other keys."""
+    known = trainer_keys() if "trainer" in sections else []
+    return next((f"trainer.{name}" for name in (key, *OTHER_KEYS.get(key, ())) if name in known), None)
 
 
 def _check_batch_size(trainer: Mapping[str, Any]) -> None:
@@ -205,10 +216,13 @@ def trainer_keys() -> list[str]:
 
 
 def check_known(given: Iterable[str], known: Sequence[str], where: str, kind: str = "key") -> None:
-    """Raise for the first unknown key, naming the nearest known one. `kind`: what errors call a key."""
+    """Raise for the first unknown key, naming the known one that others call so, or the nearest one. `kind`: what
+    errors call a key.
+    """
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            near = [name for name in (*OTHER_KEYS.get(str(key), ()), OTHER_NAMES.get(str(key), "")) if name in known]
+            near = near or difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"{where} has no {kind} {key!r}; {hint}")
 

@@ -27,12 +27,13 @@ from hf_sparseprior.base.files import sync
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.base.loading import check_whole
 from hf_sparseprior.models.base_model import DrawCount
+from hf_sparseprior.training.decay_movement import unmoved_decay
 from hf_sparseprior.training.distillation import Distillation, learns_from_scores, predictors, trained_up_weights
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
-from hf_sparseprior.training.learning import LearningWatch, has_label, learn_behind_frozen
+from hf_sparseprior.training.learning import LearningWatch, has_label, learn_behind_frozen, logger
 from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import EarlyStopping, StopOnSignal, WorkerStart
 from hf_sparseprior.training.token_labels import token_label_loss, token_targets
@@ -576,6 +577,10 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.clock.stop()
+        # `learning` is None where parameters are in shards.
+        whole = self.trainer.learning is not None and self.trainer.is_world_process_zero()
+        if whole and (text := unmoved_decay(self.trainer.model)) is not None:
+            logger.warning(text)
 
 
 def has_unlearned_predictor(model: nn.Module, distillation: Distillation | None = None) -> bool:

@@ -32,6 +32,7 @@ from hf_sparseprior.cli import arguments
 from hf_sparseprior.images.model import build_model, check_pretrained
 from hf_sparseprior.runs.labels import LABELS
 from tasks.classification.evaluate import main as evaluate_main
+from tests.each import each
 from tests.processes import ROOT, run_script
 
 SMALL = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -262,3 +263,38 @@ def test_nothing_is_written_for_a_bad_value(photos, tmp_path, capsys):
     assert "trainer.num_train_epochs=-1.0 must be 0 or more" in capsys.readouterr().err
     assert run(Path(photos, "even"), "vit_tiny", tmp_path / "run") == 2
     assert not (tmp_path / "run").exists()
+
+
+VIOLIN = {"name": "violin", "init": "growing"}
+
+
+@each(
+    "prior, saved, wanted",
+    [
+        ("violin", None, {"decay": VIOLIN}),
+        ("fibottention+violin", "fibottention", {"support": "fibottention", "decay": VIOLIN}),
+        ("violin+clip+localvit", "dense", {"decay": VIOLIN, "extras": ["localvit"], "time": "clip"}),
+        ("fibottention", None, "fibottention"),
+        ("violin", "violin", "violin"),  # keeps the scalars that the model has learned
+        ("violin", {"support": None, "decay": {"name": "violin"}}, "violin"),
+        ("manhattan", [{"decay": {"name": "violin"}}, {"decay": None}], "manhattan"),
+    ],
+)
+def test_a_decay_that_a_saved_model_lacks_starts_at_none_and_moves(prior, saved, wanted, tmp_path):
+    ours, stock = {} if saved is None else {"prior": saved}, {} if saved is None else {"sparse_prior": {"prior": saved}}
+    for config in (ours, stock):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert command.prior_for_saved(prior, str(tmp_path)) == wanted
+
+
+def test_a_prior_by_name_on_a_stock_model_starts_as_that_model(deit, tmp_path):
+    (tmp_path / "photos").mkdir()
+    model = train_config(str(tmp_path / "photos"), str(deit), "out", prior="violin")["model"]
+    assert model["prior"] == {"decay": VIOLIN}
+    built = build_model({key: model[key] for key in ("pretrained", "prior")}, list("abc")).eval()
+    stock = DeiTForImageClassification.from_pretrained(deit).eval()
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(built(images).logits, stock(images).logits, atol=1e-5)
+    fresh = train_config(str(tmp_path / "photos"), "vit_tiny", "out", prior="violin")
+    assert fresh["model"]["prior"] == "violin"

@@ -53,7 +53,7 @@ TRAINED = {
     "lora": (CLASSIFIER | LORA, 250 + 2 * 2 * 2 * 8 * WIDTH),
     "dora": (CLASSIFIER | LORA | MAGNITUDES, 250 + 2 * 2 * 2 * 8 * WIDTH + 2 * 2 * WIDTH),
 }
-NO_DECAY = r"model\.prior='dense' has none; set 'model\.prior={decay: {name: violin, init: finetune}}'"
+NO_DECAY = r"model\.prior='dense' has none; set 'model\.prior={decay: {name: violin, init: growing}}'"
 NUM_SCALARS = LAYERS * HEADS * (CURVES + 1)
 
 

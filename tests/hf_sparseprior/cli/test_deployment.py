@@ -597,7 +597,7 @@ def test_bad_options(saved, tmp_path, capsys, arguments, message):
 
 def test_an_existing_folder_and_what_is_no_model(saved, tmp_path, capsys):
     assert export(tmp_path / "none", tmp_path / "out", "--format", "torch") == 2
-    assert "none is no saved model" in capsys.readouterr().err
+    assert "none does not exist; give the folder of a saved model" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
     assert export(saved, tmp_path / "out", "--format", "torch") == 2
     assert "out exists already" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())

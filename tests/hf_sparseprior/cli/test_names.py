@@ -56,7 +56,7 @@ def test_settings_are_told_of_what_is_asked_for(capsys):
 def test_a_kind_that_does_not_exist_is_one_line(capsys):
     assert main(["list", "suports"]) == 2
     assert capsys.readouterr().err.strip() == (
-        f"python -m hf_sparseprior list: 'suports' must be one of {', '.join(KINDS)}"
+        f"python -m hf_sparseprior list: 'suports' must be one of {', '.join(KINDS)}; did you mean 'supports'?"
     )
 
 

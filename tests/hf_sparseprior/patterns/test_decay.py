@@ -2,12 +2,14 @@ import copy
 import itertools
 import json
 import math
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from hf_sparseprior.attention import functional as ops
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 from hf_sparseprior.patterns.decay import (
     DECAYS,
@@ -16,7 +18,9 @@ from hf_sparseprior.patterns.decay import (
     Decay,
     decay_mask,
     decay_weights,
+    gated_beta,
     init_values,
+    log_gamma,
     make_decay,
     offset_distances,
     pair_distances,
@@ -260,6 +264,7 @@ PRESETS = {
     "finetune": (1, 0.02, 15, 20, 0),
     "moving": (1, 0, 6, 8, 0),
     "identity": (1, 0, 20, 20, 0),
+    "growing": (1, 0, 6, 8, 0),
     "zeros": (1, 0, 0, 0, 0),
     "zeros_published": (0, 0.5, 0, 0, 0.5),
 }
@@ -292,12 +297,70 @@ def test_gamma_of_the_pretraining_presets():
 
 @each(
     "preset, least, most",
-    [("identity", 0, 1e-5), ("finetune", 0, 1e-4), ("moving", 0.05, 1), ("pretrain", 0.05, 1)],
+    [("identity", 0, 1e-5), ("growing", 1e-8, 1e-6), ("finetune", 0, 1e-4), ("moving", 0.05, 1), ("pretrain", 0.05, 1)],
 )
 def test_how_far_presets_start_from_the_base_model(preset, least, most):
     decay = make("violin", num_heads=12, init=preset)
     change = (decay_mask(decay(), positions("violin", (14, 14)), torch.float32) - 1).abs().max()
     assert least <= change <= most
+
+
+@each("gate", [1e-6, -1e-6, 1e-3, 0.3, 1.0, -5.0, 50.0])
+@pytest.mark.parametrize("dtype, exact", [(torch.float32, 3e-6), (torch.float64, 3e-9)])
+def test_a_gate_is_a_power_of_gamma(gate, dtype, exact):
+    """gamma^|gate| in numbers of 60 digits."""
+    betas = [-5.0, 0.0, 3.0, 7.0, 15.0]
+    found = log_gamma(gated_beta(torch.tensor([betas], dtype=dtype), torch.full((5,), gate, dtype=dtype)))[0]
+    with localcontext(prec=60):
+        wanted = [-abs(Decimal(gate)) * (1 + (-Decimal(beta)).exp()).ln() for beta in betas]
+    assert found.tolist() == pytest.approx([float(value) for value in wanted], rel=exact)
+
+
+@each("name", DECAYS)
+def test_the_gate_of_a_growing_decay_scales_log_gamma_and_learns(name):
+    plain, growing = make(name, init="moving", seed=1), make(name, init="growing", seed=1)
+    assert torch.equal(plain.beta, growing.beta)
+    where, change = positions(name, (6, 6)), []
+    for gate in (1e-6, 1.0):
+        growing.gate.data.fill_(gate)
+        mask = decay_mask(growing(), where, torch.float64)
+        change.append((mask - 1).abs().max().item())
+        gradient = torch.autograd.grad(mask.sum(), [growing.gate, growing.beta])
+        assert all(one.isfinite().all() for one in gradient)
+        # d gamma^(g d) / d g = d log(gamma) gamma^(g d), the mean over curves, which is finite and below 0 at g = 0.
+        distance = pair_distances(where, torch.float64)
+        rates = F.logsigmoid(growing.beta.double())  # (C, H)
+        powers = distance[:, None] * rates[:, :, None, None]
+        wanted = (powers * torch.exp(gate * powers)).mean(0).sum((1, 2))
+        torch.testing.assert_close(gradient[0].double(), wanted, rtol=1e-4, atol=0)
+    assert change[0] < 1e-6
+    torch.testing.assert_close(decay_mask(plain(), where, torch.float64), mask, rtol=1e-5, atol=1e-6)
+
+
+def test_a_growing_decay_is_on_cpu_kernels_and_reference_the_same():
+    growing = make("violin", init="growing", learn_prefix=True)
+    growing.gate.data.copy_(torch.tensor([0.5, -40.0, 1e-6])[: len(growing.gate)])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, len(growing.gate), 37, 8, generator=generator) for _ in range(3))
+    found = {}
+    for backend in ("reference", "auto"):
+        growing.zero_grad()
+        out = ops.attention(
+            q, k, v, support="fibottention", decay=growing(), num_prefix_tokens=1, grid=(6, 6), backend=backend
+        )
+        out.square().sum().backward()
+        found[backend] = [out.detach(), *(parameter.grad.clone() for parameter in growing.parameters())]
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@each(
+    "settings, message",
+    [({"gamma": 0.9}, "gamma=None, got True and 0.9"), ({"learn_beta": False}, "learn_beta=True and gamma=None, got")],
+)
+def test_growing_is_refused_where_gamma_is_fixed(settings, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_decay({"name": "violin", "init": "growing", **settings})
 
 
 @each("preset", INIT_PRESETS)

@@ -467,7 +467,7 @@ def folders(tmp_path, monkeypatch):
         ({"images": "nowhere", "model": "not/at/all"}, "nowhere does not exist"),  # before a model is loaded
         ({"images": "model"}, "no image there"),
         ({"images": "model/config.json"}, "must be a folder, an image, a list"),
-        ({"model": "nowhere/at/all"}, "must be a folder of a model, or a name on the hub"),
+        ({"model": "nowhere/at/all"}, "nowhere/at/all does not exist .*; give the folder of a training run"),
         ({"model": "photos"}, "photos is no saved model"),
     ],
 )

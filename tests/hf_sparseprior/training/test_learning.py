@@ -95,7 +95,35 @@ def test_what_learns_is_not_warned_of(name, options, tmp_path, caplog):
     """At the start zeros hide gradients."""
     trainer = train(LEARNING[name](), tmp_path, warmup_steps=3, **options)
     assert trainer.learning.messages == [] and not trainer.learning.is_watching
-    assert not [record for record in caplog.records if record.name == "hf_sparseprior.training"]
+    assert not warned(caplog)
+
+
+def warned(caplog, moves=False):
+    """What the training warned of: that a decay does not move (after six steps on an untrained model), or the rest."""
+    messages = [record.getMessage() for record in caplog.records if record.name == "hf_sparseprior.training"]
+    return [message for message in messages if ("did not move" in message) == moves]
+
+
+IDENTITY, GROWING = ({"decay": {"name": "violin", "init": init}} for init in ("identity", "growing"))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "said"),
+    [
+        (
+            lambda: with_lora(sp.apply_prior(stock(), {"decay": {"name": "violin", "init": "identity"}})),
+            "init: identity",
+        ),
+        (lambda: with_lora(sp.apply_prior(stock(), {"decay": {"name": "violin", "init": "growing"}})), None),
+        (lambda: peft.get_peft_model(stock(), sp.ViolinAdapterConfig()), None),
+        (lambda: make("dense"), None),
+        (lambda: alone(make(IDENTITY), "classifier"), None),  # not trained
+    ],
+)
+def test_a_decay_that_stays_at_1_is_said_at_the_end(make_model, said, tmp_path, caplog):
+    train(make_model(), tmp_path)
+    messages = warned(caplog, moves=True)
+    assert len(messages) == (0 if said is None else 1) and all(said in message for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +140,7 @@ def test_what_learns_is_not_warned_of(name, options, tmp_path, caplog):
 def test_a_part_without_a_gradient_is_named(model, message, tmp_path, caplog):
     trainer = train(model(), tmp_path)
     (found,) = trainer.learning.messages
-    assert [record.getMessage() for record in caplog.records if record.name == "hf_sparseprior.training"] == [found]
+    assert warned(caplog) == [found]
     assert re.search(message, found) and "the head" not in found
 
 
