@@ -172,15 +172,17 @@ def _photo_page(
 ) -> None:
     with gradio.Tab("Photo", id="photo"), gradio.Row():
         with gradio.Column(scale=3, min_width=320), gradio.Row():
-            pictures = [
-                gradio.Image(label=label, type="filepath", buttons=VIEW, elem_id=name, min_width=300)
-                for label, name in (("first model", "first_picture"), ("second model", "second_picture"))
-            ]
+            places, times, pictures = [], [], []
+            for name, model in zip(("first", "second"), models, strict=True):
+                with gradio.Column(min_width=300, visible=bool(model)) as place:
+                    times.append(gradio.Markdown(f"#### `{model}`\nmeasuring ...", elem_id=f"{name}_time"))
+                    options = {"label": f"{name} model", "show_label": False, "elem_id": f"{name}_picture"}
+                    pictures.append(gradio.Image(type="filepath", buttons=VIEW, **options))
+                places.append(place)
         with gradio.Column(scale=1, min_width=280):
-            times = gradio.Markdown("measuring times ...", elem_id="model_times")
             # As a file: gradio's own reading cuts off 16-bit images.
             image = gradio.Image(
-                photo, type="filepath", image_mode=None, label="your image", height=200, elem_id="image"
+                photo, type="filepath", image_mode=None, label="your image", height=220, elem_id="image"
             )
             boxes = [
                 gradio.Textbox(models[0], label="first model: a folder, or PRESET PRIOR for random weights"),
@@ -188,12 +190,13 @@ def _photo_page(
             ]
             with gradio.Row():
                 layer = gradio.Number(1, precision=0, label="layer", min_width=70)
-                row = gradio.Number(0, precision=0, label="row, 0: middle", min_width=70)
+                row = gradio.Number(0, precision=0, label="row", min_width=70)
                 column = gradio.Number(0, precision=0, label="column", min_width=70)
             button = gradio.Button("Look", elem_id="look", variant="primary")
             gradio.Markdown(
-                "The framed patch is the one whose heads are shown; row and column choose another. Random weights show "
-                "a prior, not what attention learns."
+                "Row and column choose the framed patch, from 1; 0 and 0 are the middle. Random weights show a prior, "
+                "not what attention learns. Times: one image, forward, float32, "
+                f"{threads()}, measured on this machine."
             )
 
         def opening(out: Path) -> list[Any]:
@@ -202,19 +205,19 @@ def _photo_page(
         def look(out: Path, *given: Any) -> list[Any]:
             return _two_pictures(gradio, show_attention(out, *given))
 
-        inputs = [image, *boxes, layer, row, column]
+        inputs, outputs = [image, *boxes, layer, row, column], [*pictures, places[1]]
         timed = answering(show_model_times)
-        opened = app.load(answering(opening), None, pictures, api_visibility="private")
+        opened = app.load(answering(opening), None, outputs, api_visibility="private")
         opened.success(timed, boxes, times, api_name="model_times")
         for happens, name in ((button.click, "attention"), (image.upload, "attention_of_upload")):
-            looked = happens(answering(look), inputs, pictures, api_name=name)
+            looked = happens(answering(look), inputs, outputs, api_name=name)
             looked.success(timed, boxes, times, api_visibility="private")
 
 
 def _two_pictures(gradio: Any, paths: Sequence[str]) -> list[Any]:
-    """The second place is not shown without a second picture."""
+    """Both pictures, and whether the place of the second one is shown."""
     first, second = [*paths, None][:2]
-    return [first, gradio.update(value=second, visible=second is not None)]
+    return [first, second, gradio.update(visible=second is not None)]
 
 
 def show_attention(
@@ -233,11 +236,12 @@ def show_attention(
     place = whole(row, "row", 0, MOST_PLACES), whole(column, "column", 0, MOST_PLACES)
     if (place[0] == 0) != (place[1] == 0):
         raise ValueError(f"row {place[0]}, column {place[1]}: give both, from 1 on, or 0 and 0 for the middle")
+    models = _open_models(first, second)
     pixels = np.asarray(decode_image(image, Path(image).name))
     query = place if all(place) else None
     return [
         str(app_figures.attention_picture(pixels, opened, out / f"model{count}.png", number, query))
-        for count, opened in enumerate(_open_models(first, second), start=1)
+        for count, opened in enumerate(models, start=1)
     ]
 
 
@@ -252,21 +256,28 @@ def _open_models(*names: str) -> list[app_figures.Opened]:
     return [app_figures.open_model(name) for name in given]
 
 
-def show_model_times(out: Path, first: str, second: str) -> Iterator[str]:
-    """The times of one or two models as a Markdown table, which fills row by row."""
-    for rows in app_figures.model_times(_open_models(first, second)):
-        yield times_table(rows)
+def show_model_times(out: Path, first: str, second: str) -> Iterator[tuple[str, str]]:
+    """The times of one or two models as text of the page, again with each time that is measured."""
+    opened = _open_models(first, second)
+    for rows in app_figures.model_times(opened):
+        texts = [times_text(rows[number]) for number in range(len(opened))]
+        yield texts[0], "".join(texts[1:])
 
 
-def times_table(rows: Sequence[app_figures.ModelTime]) -> str:
-    """Milliseconds of models as a Markdown table; what is not measured yet says so."""
-    lines = ["| model | pixels | patches | ms an image |", "|---|---|---|---|"]
-    for row in rows:
-        cell = "measuring ..." if row.seconds is None else f"{1000 * row.seconds:.0f}"
-        lines.append(f"| {row.name} | {row.size[0]} x {row.size[1]} | {row.patches} | {cell} |")
+def times_text(rows: Sequence[app_figures.ModelTime]) -> str:
+    """Milliseconds of one model over the sizes of images, as Markdown."""
+    parts = [
+        f"{row.size[0]} x {row.size[1]} px: "
+        + ("measuring ..." if row.seconds is None else f"**{1000 * row.seconds:.0f} ms**")
+        for row in rows
+    ]
+    return f"#### `{rows[0].name}`\n{', '.join(parts)}"
+
+
+def threads() -> str:
+    """How many threads models run with."""
     count = torch.get_num_threads()
-    threads = f"{count} CPU thread{'s' if count > 1 else ''}"
-    return "\n".join([*lines, "", f"On this machine: one image, forward, float32, {threads}."])
+    return f"{count} CPU thread{'s' if count > 1 else ''}"
 
 
 def _time_page(gradio: Any, answering: Callable) -> None:

@@ -6,7 +6,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,7 @@ def attention_picture(
     for panels, label in ((sees, "sees"), (attends, "attention")):
         rows += [panels[start : start + COLUMNS] for start in range(0, len(panels), COLUMNS)]
         labels += [label] * (len(rows) - len(labels))
-    name = opened.name if len(opened.name) <= 40 else f"...{opened.name[-37:]}"
-    heading = f"{name}\nlayer {layer}: what the framed patch sees, and its attention"
-    return draw_panels(rows, labels, path, heading)
+    return draw_panels(rows, labels, path, f"layer {layer}: what the framed patch sees, and its attention")
 
 
 def _shown(pixels: np.ndarray, processor: Any) -> np.ndarray:
@@ -233,7 +231,6 @@ class ModelTime:
 
     name: str
     size: tuple[int, int]
-    patches: int
     seconds: float | None = None
 
 
@@ -241,26 +238,23 @@ _MEASURED: dict[str, float] = {}  # by config; the weights do not count
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def model_times(models: Sequence[Opened]) -> Iterator[list[ModelTime]]:
+def model_times(models: Sequence[Opened]) -> Iterator[list[list[ModelTime]]]:
     """Seconds of a forward pass of one image, at the size of each model and at twice its side.
 
-    The first list has no times yet; every later one has one more. What was measured is not measured again. A model of
-    transformers that is none of our families is timed at its own size.
+    The first lists, one for each model, have no times yet; every later ones have one more. What was measured is not
+    measured again. A model of transformers that is none of our families is timed at its own size.
     """
-    calls: list[tuple[ModelTime, Callable[[], float]]] = []
-    for opened in models:
-        for config in _sizes_of(opened.model.config):
-            height, width = _pair(config.image_size)
-            patch = _pair(config.patch_size)
-            row = ModelTime(opened.name, (height, width), (height // patch[0]) * (width // patch[1]))
-            calls.append((row, lambda opened=opened, config=config: _known_seconds(opened, config)))
-    rows = [row for row, _ in calls]
-    yield list(rows)
-    for number, (row, measure) in enumerate(calls):
-        with _ONE_AT_A_TIME:
-            seconds = measure()
-        rows[number] = ModelTime(row.name, row.size, row.patches, seconds)
-        yield list(rows)
+    configs = [_sizes_of(opened.model.config) for opened in models]
+    rows = [
+        [ModelTime(opened.name, _pair(config.image_size)) for config in sizes]
+        for opened, sizes in zip(models, configs, strict=True)
+    ]
+    yield [list(each) for each in rows]
+    for opened, sizes, each in zip(models, configs, rows, strict=True):
+        for number, config in enumerate(sizes):
+            with _ONE_AT_A_TIME:
+                each[number] = replace(each[number], seconds=_known_seconds(opened, config))
+            yield [list(done) for done in rows]
 
 
 def _sizes_of(config: Any) -> list[Any]:
