@@ -231,7 +231,7 @@ def show(trained_on: Material, out: Path, seeds: int) -> None:
     count = torch.get_num_threads()
     threads = f"{count} CPU thread{'s' if count > 1 else ''}"
     print(f"\nViT-S with random weights, one image, no gradients, float32, measured here, {threads}:\n", flush=True)
-    print(demo_speed.table(list(demo_speed.measured(say=tell))))
+    print(demo_speed.table(list(demo_speed.measured(sizes=demo_speed.SIZES, say=tell))))
     print(f"\n{time.perf_counter() - start:.0f} s; results of runs are kept in {out}, delete it to train anew")
 
 
