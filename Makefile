@@ -80,7 +80,7 @@ smoke-robots: robotics
 	$(RUN) -m tasks.robotics.demonstrate lift demonstrations/lift_state.hdf5 --episodes 120
 	$(RUN) -m tasks.robotics.train --config configs/robotics/smoke.yaml#lift_state
 
-# Pictures of README and of the architecture, from patterns, records and imports.
+# Pictures of README, concepts and architecture, from patterns, records and imports.
 pictures: $(VENV)/packages
 	$(RUN) docs/site/pictures.py
 

@@ -82,7 +82,7 @@ def export(arguments: argparse.Namespace) -> list[str]:
 
         if given := [name for name in FOR_FORMATS if getattr(arguments, name) is not None]:
             raise ValueError(f"--{given[0]} needs --format; a folder to upload holds the model as it is")
-        return export_folder(arguments.source, arguments.out, arguments.license or "apache-2.0")
+        return export_folder(arguments.source, arguments.out, arguments.license)
     from hf_sparseprior.cli.deployment import BACKENDS, deploy
 
     if arguments.license:

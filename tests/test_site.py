@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -16,8 +18,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import DeiTConfig, DeiTForImageClassification, Dinov2Config, Dinov2Model
 
+import hf_sparseprior as sp
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.pattern import SUPPORTS
 from hf_sparseprior.runs.config import read_cell
-from tests.hf_sparseprior.attention.attention_cases import SHIPPED_SUPPORTS
+from tests.hf_sparseprior.attention.attention_cases import SHIPPED_SUPPORTS, shipped
 from tests.timm_oracle import import_timm
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +31,7 @@ PAGES = {
     for path in (
         *(ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))),
         ROOT / "docs" / "index.md",
+        ROOT / "docs" / "concepts.md",
     )
 }
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -160,11 +166,103 @@ def test_the_pictures_of_readme_are_made_by_their_command(tmp_path):
     """What is drawn is what the records and patterns say now; a PNG's bytes depend on fonts and versions."""
     command = [sys.executable, "docs/site/pictures.py", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    for name in ("idea.png", "speed.png"):
+    for name in ("idea.png", "speed.png", "concept_pairs.png", "concept_parts.png"):
         with Image.open(tmp_path / name) as drawn, Image.open(ROOT / "docs" / name) as there:
             sizes = [image.size for image in (drawn, there)]
             pixels = [np.asarray(image.convert("RGB").resize((120, 60)), dtype=float) for image in (drawn, there)]
         assert np.allclose(*sizes, atol=3) and np.abs(pixels[0] - pixels[1]).mean() < 4, name
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory):
+    """The text that the site adds to docs/gallery.md, and its pictures by place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs" / "site"))
+        module = importlib.import_module("gallery")
+        pictures = {}
+        return module.gallery_text(tmp_path_factory.mktemp("gallery"), pictures), pictures
+
+
+def neighbours(query, key):
+    """Whether a patch of the 14x14 grid sees another one with `neighborhood`: 7x7 patches, moved inwards at edges."""
+    places = zip(divmod(query, 14), divmod(key, 14), strict=True)
+    return all(min(max(q - 3, 0), 14 - 7) <= k < min(max(q - 3, 0), 14 - 7) + 7 for q, k in places)
+
+
+SHIPPED_DECAYS = shipped(DECAYS)
+# Supports of which the pairs are counted here one by one, by their definition.
+BY_HAND = {
+    "dense": lambda query, key: True,
+    "window": lambda query, key: abs(query - key) <= 15,
+    "longformer": lambda query, key: abs(query - key) <= 1,
+    "neighborhood": neighbours,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED_SUPPORTS)
+def test_the_gallery_has_each_support_with_its_picture_sentence_and_share_of_pairs(name, gallery):
+    text, pictures = gallery
+    section = text.partition(f"\n### {name}\n")[2].partition("\n##")[0]
+    assert f"![{name} on a photo](gallery/{name}.png)" in section
+    with Image.open(pictures[f"gallery/{name}.png"]) as picture:
+        pixels = np.asarray(picture.convert("L"), dtype=float)
+    assert pixels.shape[1] > 600 and pixels.std() > 20
+    assert inspect.getdoc(SUPPORTS[name].function).splitlines()[0] in section
+    grid = (16, 14, 14) if name == "radial" else (14, 14)
+    number, time = int(np.prod(grid)), "clip" if name == "radial" else "frame"
+    mask = sp.supports.build_mask(name, num_heads=6, num_tokens=number, grid=grid, time=time)
+    if name in BY_HAND:
+        counted = sum(BY_HAND[name](query, key) for query in range(number) for key in range(number))
+        assert mask[0].sum() == counted
+    share = f"{100 * np.count_nonzero(mask) / mask.size:.1f} %"
+    assert f"Costs: {share} of the pairs" in section and f"| [{name}](#{name}) | {share} |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED_DECAYS)
+def test_the_gallery_has_each_decay_with_its_picture_sentence_and_scalars(name, gallery):
+    text, pictures = gallery
+    section = text.partition(f"\n### {name}\n")[2].partition("\n##")[0]
+    assert f"![{name} on a photo](gallery/{name}.png)" in section
+    with Image.open(pictures[f"gallery/{name}.png"]) as picture:
+        assert picture.width > 600 and np.asarray(picture.convert("L"), dtype=float).std() > 20
+    assert inspect.getdoc(DECAYS[name]).splitlines()[0] in section
+    # Six heads: a gamma for each of so many curves and an alpha; `learned_order` also has the places of 196 patches.
+    curves = {"violin": 8, "manhattan": 1, "random_order": 2, "learned_order": 1}
+    scalars = 6 * (curves[name] + 1) + 196 * (name == "learned_order")
+    assert f"Costs: all pairs, {scalars} learned scalars a layer" in section
+    assert f"| [{name}](#{name}) | {scalars} |" in text
+
+
+@pytest.mark.slow
+def test_times_of_the_gallery_are_those_of_the_records(gallery):
+    text, _ = gallery
+    record = json.loads((ROOT / "tasks/benchmark/results/cpu/vit_small_baselines.json").read_text())
+    contenders = record["sizes"][0]["passes"]["forward"]["contenders"]
+    for name, key in {
+        "fibottention": "fibottention",
+        "strided": "{support: {name: strided, pruning_ratio: 96.5}}",
+    }.items():
+        assert (
+            f"| {contenders[key]['times_dense']['median']:.2f} |" in text.partition(f"| [{name}]")[2].partition("\n")[0]
+        )
+    assert text.partition("| [neighborhood]")[2].partition("\n")[0].endswith("| - |")
+
+
+def test_a_support_of_ones_own_gets_its_picture_and_share(registries, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    module = importlib.import_module("gallery")
+
+    @sp.register_support("every_fourth")
+    def every_fourth(num_heads, num_tokens):
+        """Patches at distances 0 and 4."""
+        return [[0, 4]] * num_heads
+
+    masks = module.support_masks("every_fourth")
+    assert module.share_of_pairs(masks) == f"{100 * (196 + 2 * 192) / 196**2:.1f} %"
+    assert module.sentence(SUPPORTS["every_fourth"]) == "Patches at distances 0 and 4."
+    assert module.draw_support("every_fourth", tmp_path / "own.png").is_file()
 
 
 @pytest.mark.slow
@@ -190,3 +288,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     pictures = re.findall(r'<img[^>]* src="([^"]+)"', page)
     assert len(pictures) >= len(SHIPPED_SUPPORTS)
     assert all((tmp_path / "site" / "reference" / picture).is_file() for picture in pictures)
+    gallery = (tmp_path / "site" / "gallery.html").read_text()
+    for name in (*SHIPPED_SUPPORTS, *SHIPPED_DECAYS):
+        assert f'id="{name}"' in gallery and f'src="gallery/{name}.png"' in gallery, name
+        assert (tmp_path / "site" / "gallery" / f"{name}.png").is_file(), name

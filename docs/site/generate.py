@@ -18,6 +18,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+from gallery import gallery_text
 from mkdocs.structure.files import File, Files
 
 import hf_sparseprior as sp
@@ -88,7 +89,7 @@ def priors_page(folder: Path, pictures: dict[str, Path]) -> str:
         "",
         'A prior is a name, names joined by `+` ("fibottention+violin"), or a dict of slots with all settings. '
         "What `python -m hf_sparseprior explain NAME` says is below each one, for 6 heads over 14x14 patches and one "
-        "class token.",
+        "class token. [On a photo](../gallery.md).",
         "",
     ]
     for title, (registry, slot, meaning) in KINDS.items():
@@ -264,6 +265,7 @@ def on_files(files: Files, config: Any) -> Files:
         if (file := files.get_file_from_path(place)) is not None and "](../" in path.read_text(encoding="utf-8"):
             files.remove(file)
             texts[place] = rewritten(path, place, pages, pictures)
+    texts["gallery.md"] += "\n" + gallery_text(Path(scratch.name), pictures)
     for place, text in texts.items():
         files.append(File.generated(config, place, content=text))
     for place, path in pictures.items():

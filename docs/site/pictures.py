@@ -1,7 +1,7 @@
-"""Pictures of README and of the architecture: python docs/site/pictures.py [FOLDER] (by default docs/).
+"""Pictures of README, concepts and architecture: python docs/site/pictures.py [FOLDER] (by default docs/).
 
-`idea.png` is made from the patterns themselves, `speed.png` from the records of `tasks.benchmark backbones`, and
-`architecture.png` from the imports of the library.
+`idea.png`, `concept_pairs.png` and `concept_parts.png` are made from the patterns themselves, `speed.png` from the
+records of `tasks.benchmark backbones`, and `architecture.png` from the imports of the library.
 """
 
 from __future__ import annotations
@@ -13,54 +13,35 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
-from PIL import Image
-from skimage.data import chelsea
-from skimage.transform import resize
+from concept_pictures import draw_pairs, draw_parts
+from on_photo import HEADS, SIDE, clean, decay_masks, few_colours, heat_bar, photo, row_of, show_heat, show_seen
 
 import hf_sparseprior as sp
-from hf_sparseprior.analysis.decays import learned_decay_masks
-from hf_sparseprior.analysis.image_maps import FRAME, over_pixels
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "tasks" / "benchmark" / "results" / "backbones" / "records.json"
-SIDE, PIXELS, HEADS = 14, 224, 6  # a ViT-S at 224 pixels
-PATCH = (6, 8)  # row and column, between the eyes
-DARKEST = 0.15  # brightness of a patch that is not seen
-HEAT = "inferno"
 
 
 def patch_views() -> dict[str, np.ndarray]:
     """How much one patch sees of every patch, (heads, SIDE, SIDE) from 0 to 1, by prior: layer 1 before training."""
-    torch.manual_seed(0)
-    config = sp.SparsePriorViTConfig.from_preset("vit_small", prior="violin", num_hidden_layers=1)
-    decay = learned_decay_masks(sp.SparsePriorViTModel(config))[0].numpy()
     support = sp.supports.build_mask("fibottention", num_heads=HEADS, num_tokens=SIDE**2, layer=0)
-    query = PATCH[0] * SIDE + PATCH[1]
-    rows = {"dense": np.ones((HEADS, SIDE**2)), "Fibottention": support[:, query], "VIOLIN": decay[:, query]}
-    return {name: row.reshape(HEADS, SIDE, SIDE).astype(float) for name, row in rows.items()}
+    masks = {"dense": np.ones_like(support), "Fibottention": support, "VIOLIN": decay_masks("violin")}
+    return {name: row_of(mask).astype(float) for name, mask in masks.items()}
 
 
 def draw_idea(path: Path) -> Path:
     """A photo, and what its marked patch sees of it in every head."""
-    plt, step = pyplot(), PIXELS // SIDE
-    photo = resize(chelsea()[:300, 75:375], (PIXELS, PIXELS), anti_aliasing=True)
-    figure, axes = plt.subplots(3, HEADS + 1, figsize=(8.6, 3.9), layout="constrained")
+    figure, axes = pyplot().subplots(3, HEADS + 1, figsize=(8.6, 3.9), layout="constrained")
     for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
-        axis.spines[:].set_visible(False)
+        clean(axis)
     for line, (name, views) in zip(axes, patch_views().items(), strict=True):
-        seen, low = (views > 0).sum((1, 2)), views.min()
+        seen, low = (views > 0).sum((1, 2)), float(views.min())
         for head, (axis, view) in enumerate(zip(line[1:], views, strict=True), start=1):
-            over = over_pixels(view, PIXELS, PIXELS)[..., None]
             if name == "VIOLIN":
-                over = plt.get_cmap(HEAT)((over[..., 0] - low) / (1 - low))[..., :3]
-                axis.imshow(0.65 * over + 0.35 * photo.mean(-1, keepdims=True), vmin=0, vmax=1)
+                show_heat(axis, photo(), view, (low, 1))
             else:
-                axis.imshow((DARKEST + (1 - DARKEST) * over) * photo, vmin=0, vmax=1)
-            corner = (PATCH[1] * step - 0.5, PATCH[0] * step - 0.5)
-            axis.add_patch(plt.Rectangle(corner, step, step, fill=False, edgecolor=FRAME, linewidth=1.6))
+                show_seen(axis, photo(), view)
             if name == "dense":
                 axis.set_title(f"head {head}", fontsize=9)
         what = {
@@ -70,20 +51,8 @@ def draw_idea(path: Path) -> Path:
         }[name]
         line[0].text(-0.03, 0.5, f"{name}\n", fontsize=11, fontweight="bold", va="center", transform=line[0].transAxes)
         line[0].text(-0.03, 0.5, what, fontsize=8, va="top", transform=line[0].transAxes)
-    scale = plt.cm.ScalarMappable(plt.Normalize(low, 1), HEAT)
-    place = line[0].inset_axes((0.0, 0.05, 0.85, 0.07))
-    bar = figure.colorbar(scale, cax=place, orientation="horizontal", ticks=[low, 1])
-    bar.ax.tick_params(labelsize=7, length=0, pad=1)
-    bar.ax.set_xticklabels([f"{low:.2f}", "1"])
+    heat_bar(figure, (low, 1), line[0].inset_axes((0.0, 0.05, 0.85, 0.07)))
     return few_colours(save(figure, path))
-
-
-def few_colours(path: Path) -> Path:
-    """The PNG with a palette, which is a third of the size."""
-    with Image.open(path) as image:
-        reduced = image.convert("RGB").quantize(224, dither=Image.Dither.NONE)
-    reduced.save(path, optimize=True)
-    return path
 
 
 def seconds(model: str, prior: str) -> dict[int, list[float]]:
@@ -158,5 +127,7 @@ def draw_rooms(path: Path) -> Path:
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
     print(draw_idea(folder / "idea.png"))
+    print(draw_pairs(folder / "concept_pairs.png"))
+    print(draw_parts(folder / "concept_parts.png"))
     print(draw_speed(folder / "speed.png"))
     print(draw_rooms(folder / "architecture.png"))

@@ -10,7 +10,7 @@ import argparse
 import copy
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.families import presets
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.images.model import model_keys
 from hf_sparseprior.images.sections import SECTIONS
 from hf_sparseprior.prediction.predictors import local_folder
 from hf_sparseprior.runs.config import Config, apply_overrides
@@ -73,8 +74,7 @@ def train(arguments: argparse.Namespace) -> None:
         prior=arguments.prior,
         tuning=arguments.tuning,
         labels=arguments.labels,
-        epochs=arguments.epochs,
-        minutes=arguments.minutes,
+        length={"num_train_epochs": arguments.epochs, "minutes": arguments.minutes},
         overrides=arguments.set,
     )
     results = run(CLASSIFICATION, config, overwrite=arguments.overwrite)
@@ -93,8 +93,7 @@ def train_config(
     prior: str | None = None,
     tuning: str = "full",
     labels: str = "classes",
-    epochs: float | None = None,
-    minutes: float | None = None,
+    length: Mapping[str, float | None] | None = None,
     overrides: Sequence[str] = (),
 ) -> Config:
     """The configuration of a run.
@@ -106,7 +105,7 @@ def train_config(
         out: folder of the run.
         prior: default: the model's own.
         tuning, labels: `tuning.method` and `data.labels`.
-        epochs, minutes: of training; neither: 20 epochs.
+        length: {"num_train_epochs": ...} or {"minutes": ...}; without a number 20 epochs.
         overrides: `section.key=value`, over all of these.
 
     Raises:
@@ -122,12 +121,12 @@ def train_config(
     config["model"] |= {**section, **({} if prior is None else {"prior": prior})}
     if labels != "classes":
         del config["augmentation"]["label_smoothing"]  # of one class an image
+    if "drop_path_rate" not in model_keys(section):  # of some models of transformers
+        del config["model"]["drop_path_rate"]
     config["tuning"]["method"] = tuning
-    if minutes is not None:
+    if given := {name: number for name, number in (length or {}).items() if number is not None}:
         del config["trainer"]["num_train_epochs"]
-        config["trainer"]["minutes"] = minutes
-    elif epochs is not None:
-        config["trainer"]["num_train_epochs"] = epochs
+        config["trainer"] |= given
     config["trainer"]["output_dir"] = out
     apply_overrides(config, overrides, SECTIONS)
     return check_config(config)

@@ -71,14 +71,15 @@ def make_inputs(
 ) -> Inputs:
     """Datasets, order and collators for the Trainer; `label_maps` are the training images'."""
     if isinstance(data, StreamData):
-        collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid)
+        collate = make_collator(augmentation, len(data.classes), arguments, getattr(model_config, "grid", None))
         return _stream_inputs(data, config, augmentation, model_config, arguments, collate)
     datasets, processor = make_datasets(data, config, model_config, augmentation, arguments.seed, label_maps)
     labels = data.splits["train"].labels
     if config.labels == NUMBERS:
         tell_scale(labels, data.classes)
     weights = class_weights(labels, len(data.classes)) if augmentation.balance == LOSS else None
-    collate = make_collator(augmentation, len(data.classes), arguments, model_config.grid, weights)
+    grid = getattr(model_config, "grid", None)  # a stock model's is not asked for: its tokens are not mixed
+    collate = make_collator(augmentation, len(data.classes), arguments, grid, weights)
     by_class = labels if augmentation.balance == SAMPLING else None
     sampler = draw_sampler(len(labels), arguments, augmentation.repeats, by_class)
     sizes = ", ".join(f"{len(dataset)} {split}" for split, dataset in datasets.items())

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoModelForImageClassification, set_seed
 
 from hf_sparseprior.analysis.flops import model_flops
+from hf_sparseprior.base.families import family_of
 from hf_sparseprior.classification.compression import (
     about_compression,
     cut_out,
@@ -123,6 +124,8 @@ def _details(
 
 def attention_flops(config: Any) -> int | None:
     """Multiply-adds of attention for one image, as `ModelFlops.attention` counts them; None if it cannot."""
+    if family_of(config) is None:
+        return None
     try:
         return model_flops(config).attention
     except ValueError:

@@ -99,7 +99,7 @@ def tuned(model: Any, config: TuningConfig) -> Any:
     if config.method == "violin":
         decays = decay_names(model)
         if not any(True for name in decays for _ in model.get_submodule(name).parameters()):
-            raise ValueError(_no_decay(model.config.prior_name))
+            raise ValueError(_no_decay(getattr(model.config, "prior_name", "dense")))
         trained += decays
     model.requires_grad_(False)
     for name in trained:

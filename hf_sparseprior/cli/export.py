@@ -16,8 +16,9 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, C
 
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.saved_adapter import load_adapter
+from hf_sparseprior.adapters.stock_attention import stock_priors
 from hf_sparseprior.adapters.stock_loading import from_pretrained
-from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.base.families import FAMILIES, family_of
 from hf_sparseprior.base.files import check_new, file_sha256, whole_folder, write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json, read_json_object
 from hf_sparseprior.models.pretrained import hub_hint, load_whole_model
@@ -29,22 +30,31 @@ from hf_sparseprior.saving.saved_processor import load_image_processor
 RESULTS = "results.json"
 
 
-def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str = "apache-2.0") -> list[str]:
+def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_name: str | None = None) -> list[str]:
     """Copy a saved model into a new folder with today's code, its image processor and a new model card.
 
     The card takes data, metrics and command from `results.json` in the source or in the folder above it, if that file
-    has the hash of these weights. The new folder appears whole or not at all.
+    has the hash of these weights. A model of transformers with a prior gets the card that its saving writes. The new
+    folder appears whole or not at all.
 
     Returns:
         Lines for the user: what was written and how to load it.
 
     Raises:
-        OSError: for a source that is not a saved model of ours, or an existing `out`.
-        ValueError: for a bad field of the source's config.json or preprocessor_config.json.
+        OSError: for a source that is not a saved model, or an existing `out`.
+        ValueError: for a bad field of the source's config.json or preprocessor_config.json, for a model of transformers
+            without a prior, and for a licence of one with a prior.
     """
     out = Path(out)
     check_new(out)
-    source, model = saved_source(source)
+    source, model = saved_source(source) if (Path(source) / ADAPTER_CONFIG_NAME).is_file() else exported_source(source)
+    ours = family_of(model.config) is not None
+    if not ours and not stock_priors(model):
+        raise ValueError(f"{source} holds a {type(model).__name__} of transformers without a prior; upload it itself")
+    if not ours and license_name is not None:
+        raise ValueError(
+            f"--license {license_name} is for cards of our models; this {type(model).__name__} has its own"
+        )
     if os.path.lexists(source / PROCESSOR):  # refused as it would be by what reads the new folder
         load_image_processor(source)
     results = _results_of(source)
@@ -52,11 +62,13 @@ def export_folder(source: str | os.PathLike, out: str | os.PathLike, license_nam
         if (source / PROCESSOR).is_file():
             shutil.copyfile(source / PROCESSOR, scratch / PROCESSOR)
         model.save_pretrained(scratch)
-        write_text(scratch / CARD, model_card(model.config, results, license_name))
+        if ours:
+            write_text(scratch / CARD, model_card(model.config, results, license_name or "apache-2.0"))
     files = sorted(path.name for path in out.iterdir())
     return [
         f"{out}: {', '.join(files)}",
-        "metrics in the card: " + (", ".join(results.get("metrics", {})) or "none, no results.json of these weights"),
+        "metrics in the card: "
+        + (", ".join(results.get("metrics", {}) if ours else {}) or "none, no results.json of these weights"),
         f"upload: hf upload USER/NAME {out}",
     ]
 
@@ -98,10 +110,11 @@ def exported_source(source: str | os.PathLike) -> tuple[Path, Any]:
     source = Path(source)
     if (source / ADAPTER_CONFIG_NAME).is_file():
         return _adapted(source)
-    if not (source / CONFIG_NAME).is_file():
+    home = source if (source / CONFIG_NAME).is_file() else source / "model"  # of a training run
+    if not (home / CONFIG_NAME).is_file():
         return saved_source(source)
-    cls = _stock_class((read_json_object(source / CONFIG_NAME).get("architectures") or [None])[0])
-    return saved_source(source) if cls is None else (source, load_whole_model(source, cls))
+    cls = _stock_class((read_json_object(home / CONFIG_NAME).get("architectures") or [None])[0])
+    return saved_source(source) if cls is None else (home, load_whole_model(home, cls))
 
 
 def _stock_class(name: Any) -> Any:

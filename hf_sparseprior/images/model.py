@@ -13,7 +13,9 @@ from hf_sparseprior.adapters.lora import classifier_names
 from hf_sparseprior.base.checks import check_finite
 from hf_sparseprior.base.families import FAMILIES, Family
 from hf_sparseprior.convert.checkpoint import converted, foreign_fields, is_foreign
+from hf_sparseprior.images.stock import load_stock, stock_config
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, weights_sha256
+from hf_sparseprior.priors.prior import parse_prior
 from hf_sparseprior.runs.models import FAMILY_KEYS, alike_across_priors, section_family
 
 # Keys of the section that are no fields of its family's config.
@@ -24,7 +26,7 @@ def build_model(model: dict[str, Any], classes: Sequence[str], problem: str | No
     """The model of a configuration's `model` section, from scratch or from a saved folder.
 
     A model from a folder may have another prior, other classes and another image size (`load_changed_model`). One of
-    transformers or timm is made ours, as `convert` does.
+    transformers or timm is made ours, as `convert` does, or stays what it is where we have no counterpart.
 
     Args:
         model: the section.
@@ -44,26 +46,31 @@ def build_model(model: dict[str, Any], classes: Sequence[str], problem: str | No
     options["problem_type"] = problem
     if pretrained:
         check_saved_folder(pretrained, "model.pretrained")
-        with converted(pretrained) if is_foreign(pretrained) else nullcontext(pretrained) as folder:
-            built = _from_folder(str(folder), start_family(model).image_classifier, options)
+        built = _from_folder(pretrained, start_family(model), options)
     else:
-        family = start_family(model)
+        family = section_family(model)
         built = from_scratch(family.image_classifier, partial(family.make_config, preset), options)
     if std is not None:
         _draw_classifiers(built, classifier_names(built), std)
     return built
 
 
-def start_family(model: dict[str, Any]) -> Family:
-    """The family of a `model` section, which may start from a foreign checkpoint.
+def start_family(model: dict[str, Any]) -> Family | None:
+    """The family of a `model` section, which may start from a foreign checkpoint; None for a classifier of transformers
+    without a counterpart of ours.
 
     Raises:
         ValueError, OSError: as `section_family` and `convert`.
     """
     folder, given = model.get("pretrained"), model.get("family")
-    if not is_foreign(folder):
+    if folder is None or not is_foreign(folder):
         return section_family(model)
-    family = FAMILIES[foreign_fields(folder)["model_type"]]
+    try:
+        family = FAMILIES[foreign_fields(folder)["model_type"]]
+    except ValueError:
+        if given is None and stock_config(folder) is not None:
+            return None
+        raise
     if family.takes != "images":
         raise ValueError(f"model.pretrained={folder} takes {family.takes}, not images")
     if given not in (None, family.name):
@@ -79,8 +86,13 @@ def from_scratch(model_class: Any, make_config: Callable[..., Any], options: dic
     )
 
 
-def _from_folder(folder: str, model_class: Any, options: dict[str, Any]) -> Any:
-    model, anew = load_changed_model(folder, model_class, **options)
+def _from_folder(folder: str, family: Family | None, options: dict[str, Any]) -> Any:
+    if family is None:
+        model, new = load_stock(folder, options)
+        _draw_classifiers(model, new, model.config.initializer_range)
+        return model
+    with converted(folder) if is_foreign(folder) else nullcontext(folder) as source:
+        model, anew = load_changed_model(str(source), family.image_classifier, **options)
     new = [name for name in classifier_names(model) if f"{name}.weight" in anew]
     _draw_classifiers(model, new, model.config.initializer_range)
     return model
@@ -107,7 +119,7 @@ def check_model(model: dict[str, Any]) -> None:
     """Let the configuration of a model from scratch check itself. A saved model need not exist yet."""
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     if model.get("preset") or not model.get("pretrained"):
-        start_family(model).make_config(model.get("preset"), **options)
+        section_family(model).make_config(model.get("preset"), **options)
 
 
 def check_pretrained(model: dict[str, Any]) -> None:
@@ -120,7 +132,11 @@ def check_pretrained(model: dict[str, Any]) -> None:
     if not (folder := model.get("pretrained")):
         return
     check_saved_folder(folder, "model.pretrained")
-    config_class: Any = start_family(model).config_class
+    if (family := start_family(model)) is None:
+        if model.get("prior") is not None:
+            parse_prior(model["prior"])
+        return
+    config_class: Any = family.config_class
     saved = foreign_fields(folder) if is_foreign(folder) else config_class.get_config_dict(folder)[0]
     options = {key: value for key, value in model.items() if key not in MODEL_EXTRAS}
     config_class.from_dict({**saved, **options})
@@ -128,7 +144,10 @@ def check_pretrained(model: dict[str, Any]) -> None:
 
 def model_keys(model: dict[str, Any]) -> list[str]:
     """Every key that a `model` section of its family may have."""
-    return [*start_family(model).config_fields, "out_features", "out_indices", *MODEL_EXTRAS]
+    if (family := start_family(model)) is None:
+        config: Any = stock_config(model["pretrained"])
+        return [*config.to_dict(), "prior", *MODEL_EXTRAS]
+    return [*family.config_fields, "out_features", "out_indices", *MODEL_EXTRAS]
 
 
 def check_classifier_init_std(model: dict[str, Any]) -> None:

@@ -31,6 +31,15 @@ class Input:
     frame: int | None = None
 
 
+def places_of(images: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+    """What a user gave, one or several, as a list; FileNotFoundError for what does not exist."""
+    places = [os.fspath(own) for own in ([images] if isinstance(images, (str, os.PathLike)) else images)]
+    for place in places:
+        if not os.path.exists(place):
+            raise FileNotFoundError(f"{place} does not exist; give folders, images, lists, tables or videos")
+    return places
+
+
 def find_inputs(
     given: Sequence[str | os.PathLike], column: str | None = None, every: int = 1, clips: bool = False
 ) -> tuple[list[Input], PassedOver]:
@@ -50,7 +59,7 @@ def find_inputs(
         ValueError: for what is none of these, a table without such a column, and where nothing is found.
     """
     passed_over, found = PassedOver(), dict[str, Input]()
-    places = [os.fspath(own) for own in given]
+    places = places_of(given)
     for place in places:
         if column is not None and not place.lower().endswith(TABLES):
             raise ValueError(f"column={column!r} is for tables ({', '.join(TABLES)}), not for {place}")
@@ -73,8 +82,6 @@ def _inputs_of(place: str, column: str | None, every: int, clips: bool, passed_o
         wanted = (is_video, "no video") if clips else (is_image, NO_IMAGE)
         yield from (Input(as_text(path), path) for path in sorted(images_below(place, passed_over, *wanted)))
         return
-    if not os.path.exists(place):
-        raise FileNotFoundError(f"{place} does not exist; it must be a folder, an image, a list, a table or a video")
     if kind in TABLES or kind in LISTS:
         root = os.path.dirname(place)
         paths = _column(Path(place), column) if kind in TABLES else _lines(Path(place))

@@ -26,7 +26,7 @@ from hf_sparseprior.base.files import check_new, whole_file, whole_folder
 from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.cli.image_files import TooDeep, printable
 from hf_sparseprior.prediction.files import ARRAYS, ENDINGS, write_rows
-from hf_sparseprior.prediction.inputs import Input, Reader, find_inputs
+from hf_sparseprior.prediction.inputs import Input, Reader, find_inputs, places_of
 from hf_sparseprior.prediction.pictures import draw_mask, draw_objects, draw_sheet
 from hf_sparseprior.prediction.predictor import Predictor
 from hf_sparseprior.prediction.predictors import load_predictor
@@ -118,7 +118,7 @@ def predict(
     for new in (out, sheet, overlay):
         if new is not None:
             check_new(Path(new))
-    given = [images] if isinstance(images, (str, os.PathLike)) else list(images)
+    given = places_of(images)
     predictor = load_predictor(model, processor, features, device)
     clips = predictor.num_frames is not None
     inputs, passed_over = find_inputs(given, column, every or 1, clips)

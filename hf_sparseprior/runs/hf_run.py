@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from transformers import ProgressCallback, TrainerCallback, default_data_collator, get_scheduler
 
+from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import file_sha256, sync, write_text
 from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.runs.class_report import ClassReport
@@ -159,6 +160,11 @@ class Split:
     labels: str = CLASSES
 
 
+def run_card(model: Any, results: dict[str, Any]) -> str | None:
+    """The card of a model of ours; a model of transformers has its own."""
+    return None if family_of(model.config) is None else model_card(model.config, results)
+
+
 def _nothing(*arguments: Any) -> dict[str, Any]:
     return {}
 
@@ -185,7 +191,7 @@ class HFTask:
     eval_batch_size: batch size of `evaluate`.
     measure: (model, split, batch size, picture, heading) -> metrics named without the split, and details of what
         `evaluate` finds, where an example has no single class; it draws predictions into the picture's file.
-    card: (a saved model, its results) -> its model card.
+    card: (a saved model, its results) -> its model card; None leaves the one that saving wrote.
     models_read: folders of the saved models that a run of a configuration reads.
     before: (configuration) -> configuration of a run of this task that a run starts from, done first; None: there is
         none.
@@ -211,7 +217,7 @@ class HFTask:
     draw: Callable[[Path, Prepared, Any, str], Sequence[str]] = lambda *arguments: ()
     eval_batch_size: int = 64
     measure: Callable[[Any, Split, int, Path, str], tuple[dict[str, float], dict[str, Any]]] | None = None
-    card: Callable[[Any, dict[str, Any]], str] = lambda model, results: model_card(model.config, results)
+    card: Callable[[Any, dict[str, Any]], str | None] = run_card
     models_read: Callable[[Config], Sequence[str]] = lambda config: ()
     before: Callable[[Config], Config | None] = lambda config: None
     check_start: Callable[[dict[str, Any]], None] = lambda model: None
@@ -468,13 +474,8 @@ def check_schedule(arguments: Any) -> None:
 
 def make_trial(task: HFTask, config: Config, prepared: Prepared, folder: str) -> SparsePriorTrainer:
     """The Trainer of `minutes.follow_plan`."""
-    section = {
-        **config["trainer"],
-        "output_dir": folder,
-        "max_steps": MOST_STEPS,
-        "minutes": None,
-        "disable_tqdm": True,
-    }
+    section = {key: value for key, value in config["trainer"].items() if key not in (*LENGTHS, "minutes")}
+    section |= {"output_dir": folder, "max_steps": MOST_STEPS, "disable_tqdm": True}
     section |= {"eval_strategy": "no", "save_strategy": "no", "logging_strategy": "no"}
     section |= {"load_best_model_at_end": False, "early_stopping": None}
     return make_trainer(copied(prepared), trainer_arguments(section, task.trainer_defaults))
@@ -653,7 +654,8 @@ def _write_model(
     about = {"model_sha256": file_sha256(folder / "model.safetensors")}
     about |= task.about_model(load_whole_model(folder, task.model_class))
     prepared.save_processor(folder)
-    write_text(folder / CARD, task.card(whole, results))
+    if (card := task.card(whole, results)) is not None:
+        write_text(folder / CARD, card)
     return about
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import Subset
-from transformers import TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.json_files import read_json_object
@@ -109,6 +109,7 @@ def _measured(trainer: Any, minutes: float, make_trial: Callable[[str], Any]) ->
     with tempfile.TemporaryDirectory() as folder:
         trial = make_trial(folder)
         trial.compute_metrics = None  # of some images they mean nothing
+        trial.remove_callback(PrinterCallback)
         watch = _Stopwatch(min(TRIAL_SECONDS, TRIAL_SHARE * 60 * minutes))
         trial.add_callback(watch)
         trial.train()
@@ -120,13 +121,12 @@ def _measured(trainer: Any, minutes: float, make_trial: Callable[[str], Any]) ->
         saving = 3 * (time.perf_counter() - saved) if trainer.args.save_strategy != "no" else 0.0  # two moments, too
     evaluation = (validation if judged else 0.0) + saving
     left = 60 * minutes - (time.perf_counter() - began) - test
-    an_epoch = max(1, math.ceil(len(trainer.train_dataset) / _batch(trainer.args)))
-    steps = int(left / (step + evaluation / an_epoch))
-    every = None
-    if trainer.args.eval_strategy == trainer.args.save_strategy == "epoch" and steps > MOST_EVALUATIONS * an_epoch:
+    interval, every = _steps_between_evaluations(trainer), None
+    steps = int(left / (step + evaluation / interval))
+    if trainer.args.eval_strategy == trainer.args.save_strategy == "epoch" and steps > MOST_EVALUATIONS * interval:
         steps = int((left - MOST_EVALUATIONS * evaluation) / step)
         every = math.ceil(steps / MOST_EVALUATIONS)
-    elif left < an_epoch * step + evaluation:  # one evaluation, at the end
+    elif steps < interval:  # one evaluation, at the end
         steps = int((left - evaluation) / step)
     if steps < 1:
         least = math.ceil((60 * minutes - left + evaluation + step) / 6) / 10
@@ -134,8 +134,13 @@ def _measured(trainer: Any, minutes: float, make_trial: Callable[[str], Any]) ->
     return Plan(minutes, steps, every, step, evaluation, test)
 
 
-def _batch(arguments: Any) -> int:
-    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+def _steps_between_evaluations(trainer: Any) -> int:
+    """Of an epoch, unless `trainer.eval_steps` says otherwise."""
+    args = trainer.args
+    if args.eval_strategy == "steps" and args.eval_steps >= 1:
+        return int(args.eval_steps)
+    batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return max(1, math.ceil(len(trainer.train_dataset) / batch))
 
 
 def _seconds_of(trial: Any, data: Any) -> float:

@@ -13,12 +13,15 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
 
-from hf_sparseprior.analysis.decays import learned_decay_masks
+from hf_sparseprior.adapters.stock_attention import applied_prior, stock_priors
+from hf_sparseprior.analysis.decays import learned_decay_masks, learned_decays
 from hf_sparseprior.analysis.layers import attention_layers
-from hf_sparseprior.base.families import FAMILIES, Family, preset_family
+from hf_sparseprior.base.families import FAMILIES, Family, family_of, preset_family
 from hf_sparseprior.models.pretrained import saved_family
+from hf_sparseprior.priors.prior import prior_name
 from hf_sparseprior.saving.card import add_adapter_requirement
 
+CHANGES = ("max_decay_change", "mean_decay_change", "max_alpha_change")
 # Keys of a section that describes a model, besides the fields of its family's config.
 FAMILY_KEYS = ("family", "preset", "pretrained")
 DEFAULT_FAMILY = "sparseprior_vit"
@@ -91,9 +94,11 @@ def decay_change(model: Any) -> dict[str, float | None]:
         max_decay_change: max |M - 1|; mean_decay_change: mean 1 - M; max_alpha_change: max |alpha - 1|, 0 if alpha
         is not learned.
     """
+    if family_of(model.config) is None:
+        return _stock_decay_change(model)
     masks = learned_decay_masks(model)
     if not masks:
-        return dict.fromkeys(("max_decay_change", "mean_decay_change", "max_alpha_change"))
+        return dict.fromkeys(CHANGES)
     decays = [layer.decay_bias for layer in attention_layers(model) if layer.decay_bias is not None]
     alphas = [decay.alpha for decay in decays if decay.alpha is not None]
     return {
@@ -103,13 +108,33 @@ def decay_change(model: Any) -> dict[str, float | None]:
     }
 
 
+def _stock_decay_change(model: Any) -> dict[str, float | None]:
+    """`decay_change` of a model of transformers."""
+    try:
+        decays = learned_decays(model)
+    except ValueError:  # it has none
+        return dict.fromkeys(CHANGES)
+    means, lows = zip(*(decay.mask_mean_and_min() for decay in decays), strict=True)
+    alphas = [decay.alpha for decay in decays if decay.alpha is not None]
+    alpha = max(((own - 1).abs().max().item() for own in alphas), default=0.0)
+    return dict(zip(CHANGES, (1 - min(lows), 1 - sum(means) / len(means), alpha), strict=True))
+
+
 def about_model(model: Any) -> dict[str, Any]:
-    """Prior, decay, share of pairs left out and size of a SparsePrior model."""
+    """Prior, decay, share of pairs left out and size of a model of ours, or of one of transformers with or without a
+    prior in place; of the latter the share is None.
+    """
+    config = model.config
+    if family_of(config) is not None:
+        name, settings, ratio = config.prior_name, config.prior, config.pruning_ratio
+    else:
+        settings = applied_prior(model).prior if stock_priors(model) else None
+        name, ratio = "dense" if settings is None else prior_name(settings), None
     return {
-        "prior": model.config.prior_name,
-        "prior_settings": model.config.prior,
+        "prior": name,
+        "prior_settings": settings,
         **decay_change(model),
-        "pruning_ratio": model.config.pruning_ratio,
+        "pruning_ratio": ratio,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 

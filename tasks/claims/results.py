@@ -26,20 +26,37 @@ COMPARISONS = Path("configs/results.yaml")
 PAGE = Path("docs/results.md")
 # Of table.md, which has them for who wants to know more.
 LEFT_OUT = ("parameters", "ms a step", "seconds a run", "standard error of one seed", "points, by seed")
+# The page's order, and what it says of each task.
+TASKS = {
+    "classification": "images: training from scratch, fine-tuning, compression",
+    "segmentation": "UPerNet in mmsegmentation",
+    "detection": "Mask R-CNN in mmdetection",
+    "heads": "heads of transformers for boxes and masks",
+    "video": "TimeSformer on clips",
+    "robotics": "diffusion policies",
+    "pretraining": "DINO",
+}
 INTRODUCTION = """\
 # Results
 
-Every comparison that has records, by task. `python -m tasks.claims.results` makes this page from them. Metrics are in
-percent, mean ± standard deviation over seeds; differences are in points, mean ± standard error. How a difference is
-judged stands below each comparison's full table. What the papers claim, and whether it holds here: [claims](claims.md).
-Times, memory and throughput: [benchmark](../tasks/benchmark/RESULTS.md).
+Every comparison that has records, by task. Models are small and were trained on small data with two cores, so results
+are of this scale. `python -m tasks.claims.results` makes this page from the records.
 
-Models are small, and trained on small data with two cores, so that results are of this scale."""
+- **A comparison** trains several rows on the same data, with the same seeds, and judges them on the same test data.
+- **A row** is a model with one prior, or another setting that is compared. The first table of a comparison has the
+  metric of each row, in percent, mean ± standard deviation over seeds.
+- **A difference** is a row minus the first row, or minus the row that its table names, seed by seed: in points, mean ±
+  standard error. It is significant if 0 is outside its 95 % interval over three or more seeds, otherwise not
+  significant; with fewer seeds there is no verdict. [How differences and claims are judged](claims/judging.md).
+- **Below the tables**: "in words" is a text about the comparison; "full table" has each seed, parameters and times too.
+
+Elsewhere: [which prior for which problem](choose.md), [results in words](results-in-words.md), [what the papers claim
+and whether it holds here](claims.md), [times, memory and throughput](../tasks/benchmark/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A folder of records. what: what is compared. text: file and anchor of what was found.
+    """A folder of records. what: what is compared. text: file and anchor of its text.
 
     config: of its rows; None if today's code makes other runs.
     """
@@ -69,33 +86,50 @@ def read_comparisons(root: Path) -> list[Compared]:
     """All comparisons, in the order of configs/results.yaml.
 
     Raises:
-        ValueError: if a folder of records has no entry there, or an entry no folder.
+        ValueError: if a folder of records has no entry there, an entry no folder, or a task no line in `TASKS`.
     """
     entries = read_yaml(root / COMPARISONS)
     folders = {path.parent.relative_to(root).as_posix() for path in (root / "tasks").glob(f"*/results/**/{RECORDS}")}
     if differing := sorted(folders ^ set(entries)):
         which = "no entry" if differing[0] in folders else "no records"
         raise ValueError(f"{COMPARISONS}: {differing[0]} has {which}")
-    return [Compared(Path(folder), **entry) for folder, entry in entries.items()]
+    comparisons = [Compared(Path(folder), **entry) for folder, entry in entries.items()]
+    if unknown := {one.task for one in comparisons} - {*TASKS}:
+        raise ValueError(f"{COMPARISONS}: the task {min(unknown)!r} must be one of {', '.join(TASKS)}")
+    return comparisons
 
 
 def results_page(root: Path) -> str:
     """docs/results.md."""
     comparisons = read_comparisons(root)
     records = {one.folder: read_records(root / one.folder) for one in comparisons}
-    lines = [INTRODUCTION, _index(comparisons, records)]
-    for task in dict.fromkeys(one.task for one in comparisons):
-        lines.append(f"## {task}")
-        lines += [_section(one, records[one.folder], root) for one in comparisons if one.task == task]
+    tasks = sorted({one.task for one in comparisons}, key=list(TASKS).index)
+    lines = [INTRODUCTION, "## Tasks", _contents(comparisons, records, tasks)]
+    for task in tasks:
+        of_task = [one for one in comparisons if one.task == task]
+        lines += [f"## {task}", _index(of_task, records)]
+        lines += [_section(one, records[one.folder], root) for one in of_task]
     return "\n\n".join(lines) + "\n"
 
 
-def _index(comparisons: list[Compared], records: Mapping[Path, Mapping[str, Mapping[int, Record]]]) -> str:
+Runs = Mapping[str, Mapping[int, Record]]
+
+
+def _contents(comparisons: list[Compared], records: Mapping[Path, Runs], tasks: list[str]) -> str:
+    rows = []
+    for task in tasks:
+        own = [records[one.folder] for one in comparisons if one.task == task]
+        count = sum(len(seeds) for runs in own for seeds in runs.values())
+        rows.append([f"[{task}](#{task})", TASKS[task], str(len(own)), str(count)])
+    return markdown_table(("task", "what", "comparisons", "runs"), rows)
+
+
+def _index(comparisons: list[Compared], records: Mapping[Path, Runs]) -> str:
     rows = []
     for one in comparisons:
         runs = records[one.folder]
-        rows.append([one.task, f"[{one.name}](#{one.anchor})", one.what, str(len(runs)), _seeds(runs)])
-    return markdown_table(("task", "comparison", "what", "rows", "seeds"), rows)
+        rows.append([f"[{one.name}](#{one.anchor})", one.what, str(len(runs)), _seeds(runs)])
+    return markdown_table(("comparison", "what", "rows", "seeds"), rows)
 
 
 def _seeds(runs: Mapping[str, Mapping[int, Record]]) -> str:
@@ -116,7 +150,7 @@ def _section(one: Compared, runs: Mapping[str, Mapping[int, Record]], root: Path
     if one.config is not None:
         lines.append("```bash\n" + "\n".join(compare_commands(one.task, one.config, str(one.folder), runs)) + "\n```")
     table, picture = one.folder / "table.md", one.folder / "results.png"
-    links = [f"[What was found](../{one.text})"]
+    links = [f"[In words](../{one.text})"]
     if (root / table).is_file():
         lines += short_tables((root / table).read_text(encoding="utf-8"))
         links.append(f"[full table](../{table.as_posix()})")

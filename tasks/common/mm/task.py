@@ -36,6 +36,11 @@ class Task:
         """Pickled as its name, for other processes."""
         return task_named, (self.name,)
 
+    @property
+    def module(self) -> str:
+        """Name of the module that defines it."""
+        return f"tasks.{self.name}.task"
+
     def metrics(self, split: str, values: Mapping[str, Any]) -> dict[str, float]:
         """The framework's metrics as results.json has them, SPLIT_NAME."""
         scale = 100 if self.in_percent else 1

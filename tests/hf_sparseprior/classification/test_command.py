@@ -11,6 +11,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import (
     AutoModelForImageClassification,
+    BeitConfig,
+    BeitForImageClassification,
     DeiTConfig,
     DeiTForImageClassification,
     TimesformerConfig,
@@ -19,12 +21,15 @@ from transformers import (
 
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
+from hf_sparseprior.adapters.stock_attention import stock_priors
+from hf_sparseprior.analysis.decays import learned_decays
 from hf_sparseprior.classification import command
 from hf_sparseprior.classification.command import RECIPE, data_section, model_section, train_config
 from hf_sparseprior.classification.tuning import METHODS
 from hf_sparseprior.cli import arguments
-from hf_sparseprior.images.model import build_model
+from hf_sparseprior.images.model import build_model, check_pretrained
 from hf_sparseprior.runs.labels import LABELS
+from tasks.classification.evaluate import main as evaluate_main
 from tests.processes import ROOT
 
 SMALL = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -89,6 +94,59 @@ def test_a_stock_model_computes_the_same_as_ours(deit):
         assert torch.allclose(built(images).logits, stock(images).logits, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def beit(tmp_path_factory):
+    """A small BEiT of transformers, of which we have no counterpart."""
+    folder = tmp_path_factory.mktemp("stock") / "beit"
+    BeitForImageClassification(BeitConfig(**SMALL, intermediate_size=48, num_labels=3)).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", ["lora", "violin"])
+def test_a_model_without_a_counterpart_stays_what_it_is_and_gets_a_prior(tuning, photos, beit, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(photos, beit, out, "--prior", "fibottention+violin", "--tuning", tuning, "--epochs", "1") == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["prior"] == "fibottention+violin" and results["steps"] == 3 and results["pruning_ratio"] is None
+    model = AutoModelForImageClassification.from_pretrained(out / "model")
+    assert isinstance(model, BeitForImageClassification) and model.config.id2label == {0: "even", 1: "odd"}
+    assert len(stock_priors(model)) == 2
+    lowest = min(decay.mask_row(patch).min().item() for decay in learned_decays(model) for patch in range(16))
+    assert results["max_decay_change"] == pytest.approx(1 - lowest, abs=1e-12)
+    assert json.loads((out / "model" / "preprocessor_config.json").read_text())["image_std"] == [0.25] * 3
+    before = BeitForImageClassification.from_pretrained(beit).state_dict()
+    changed = {name for name, value in model.state_dict().items() if name in before and not value.equal(before[name])}
+    touched = {"lora": ("classifier", "q_proj", "v_proj"), "violin": ("classifier",)}[tuning]
+    assert changed and all(any(part in name for part in touched) for name in changed)
+    assert evaluate_main([str(out / "model"), "--out", str(tmp_path / "evaluation")]) == 0
+    measured = json.loads((tmp_path / "evaluation" / "results_test.json").read_text())["metrics"]
+    assert measured == pytest.approx({name: results["metrics"][name] for name in measured}, abs=1e-6)
+    assert main(["predict", str(out), str(photos), "--out", str(tmp_path / "found.csv")]) == 0
+    assert main(["export", str(out), str(tmp_path / "exported")]) == 0
+    exported = AutoModelForImageClassification.from_pretrained(tmp_path / "exported")
+    assert len(stock_priors(exported)) == 2
+    assert main(["export", str(out), str(tmp_path / "licensed"), "--license", "mit"]) == 2
+    assert main(["export", str(beit), str(tmp_path / "plain")]) == 2
+    said = capsys.readouterr().err
+    assert "--license mit is for cards of our models" in said and "without a prior; upload it itself" in said
+    assert not (tmp_path / "licensed").exists() and not (tmp_path / "plain").exists()
+
+
+def test_what_a_model_without_a_counterpart_refuses(beit, tmp_path):
+    for changes, message in (
+        (["model.prior=fibonacci"], "fibonacci"),
+        (["model.hidden_sizes=3"], "section 'model' has no key 'hidden_sizes'; did you mean 'hidden_size'"),
+        (["model.family=sparseprior_vit"], "are of no known source"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config = train_config(str(tmp_path), str(beit), "out", overrides=changes)
+            check_pretrained(config["model"])
+    with pytest.raises(ValueError, match="has no weights for"):
+        build_model({"pretrained": str(beit), "num_hidden_layers": 3}, ["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -119,7 +177,7 @@ def test_data_is_known_by_its_form(tmp_path):
     with pytest.raises(ValueError, match="tables of several kinds, csv, parquet; name one file"):
         data_section(str(tmp_path))
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(ValueError, match=r"photo.jpg must be a folder of images or of tables \(.csv, .parquet, .arrow\)"):
+    with pytest.raises(ValueError, match=r"photo.jpg must be a folder of images or of tables \(.csv, .parquet, .arr"):
         data_section(str(tmp_path / "photo.jpg"))
     with pytest.raises(OSError, match="nowhere does not exist"):
         data_section(str(tmp_path / "nowhere"))
@@ -131,7 +189,9 @@ def test_arguments_become_a_configuration(tmp_path):
     whole = train_config(str(tmp_path), "vit_tiny", "out")
     assert whole["trainer"]["num_train_epochs"] == 20 and whole["trainer"]["layer_decay"] == 1.0
     assert whole["model"]["preset"] == "vit_tiny" and whole["tuning"] == {"method": "full"}
-    timed = train_config(str(tmp_path), "vit_tiny", "out", minutes=3, overrides=["trainer.learning_rate=1e-4"])
+    timed = train_config(
+        str(tmp_path), "vit_tiny", "out", length={"minutes": 3}, overrides=["trainer.learning_rate=1e-4"]
+    )
     assert timed["trainer"]["minutes"] == 3 and timed["trainer"]["learning_rate"] == 1e-4
     assert "num_train_epochs" not in timed["trainer"]
     with pytest.raises(ValueError, match=r"tuning\.method=lora changes a part of a saved model"):

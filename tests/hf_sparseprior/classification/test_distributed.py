@@ -10,13 +10,17 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
+from hf_sparseprior.runs import minutes
 from tasks.classification import train
 from tests.processes import Started, launched, module, run_module
 
@@ -232,3 +236,54 @@ def test_a_killed_worker_ends_the_run_which_goes_on_from_the_last_checkpoint(alo
     results = complete(tmp_path, 2, *overrides)
     assert results["resumed_from"] == "checkpoint-4"
     check_like_one(results, tmp_path, alone)
+
+
+def test_two_processes_learn_several_labels_after_a_kill_like_one(tmp_path):
+    """Digits with the labels "even", "large" and "closed", in a CSV file."""
+    digits, rows = load_digits(), ["image,labels"]
+    for number in range(537):
+        digit = digits.target[number]
+        known = {"even": digit % 2 == 0, "large": digit > 4, "closed": digit in (0, 6, 8, 9)}
+        pixels = (16 * digits.images[number]).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).convert("RGB").save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{'; '.join(name for name, true in known.items() if true)}")
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    overrides = [
+        *("data.source=csv", "data.path=../table.csv", "data.labels=several", "augmentation.label_smoothing=0"),
+        *("augmentation.mixup=0", "augmentation.cutmix=0", "data.limit_train=320"),
+    ]
+    found = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        size = f"trainer.per_device_train_batch_size={64 // processes}"
+        if processes == 2:
+            code, log = finish(start_and_stop(kill_one, folder, 2, *overrides, size), folder)
+            assert code != 0 and "ChildFailedError" in log
+        results = complete(folder, processes, *overrides, size)
+        assert results["resumed_from"] == (None if processes == 1 else "checkpoint-4")
+        found.append((results, weights(folder)))
+    (expected, expected_weights), (own, own_weights) = found
+    torch.testing.assert_close(losses(own), losses(expected), rtol=0, atol=1e-4)
+    for name, value in own_weights.items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=2e-4)
+    assert set(own["metrics"]) == set(expected["metrics"]) >= {"test_mean_average_precision", "test_f1"}
+    assert own["metrics"] == pytest.approx(expected["metrics"], abs=0.02)
+
+
+def train_with_a_plan(overrides):
+    """Each process would plan other steps."""
+    minutes._measured = lambda trainer, given, trial: minutes.Plan(given, 7 + int(os.environ["RANK"]), None, 1, 1, 1)
+    raise SystemExit(train.main([*TRAIN[1:], *overrides]))
+
+
+def test_two_processes_balance_classes_and_do_the_steps_that_the_first_planned(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    size = ["trainer.per_device_train_batch_size=32", "augmentation.balance=sampling"]
+    length = ["trainer.minutes=3", "trainer.num_train_epochs=null"]
+    place = {"folder": tmp_path, "log": tmp_path / "log.txt", "here": True}
+    code, log = finish(launched(2, train_with_a_plan, [*size, *length], **place), tmp_path)
+    assert code == 0, log[-3000:]
+    results = read(tmp_path)
+    assert results["processes"] == 2 and results["steps"] == len(losses(results)) == 7
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["steps"] == 7

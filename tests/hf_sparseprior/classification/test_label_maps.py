@@ -23,6 +23,7 @@ from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.training import Draw, LabelMaps
 from hf_sparseprior.training.token_labels import affine_view, map_probabilities
+from tasks.classification import label_maps as label_maps_command
 from tasks.classification import train as training
 from tests.each import each
 from tests.processes import ROOT, Started
@@ -132,7 +133,7 @@ def data_file(tmp_path_factory):
 def maps(teacher, data_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("maps") / "whole"
     command = [str(teacher), "--config", str(data_file), "--out", str(out)]
-    assert label_maps.main([*command, "--images-per-file", "16", "--batch-size", "8"]) == 0
+    assert label_maps_command.main([*command, "--images-per-file", "16", "--batch-size", "8"]) == 0
     return out
 
 
@@ -166,7 +167,7 @@ def die_with_the_second_file(arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
     os.replace = replace_and_die
-    label_maps.main(arguments)
+    label_maps_command.main(arguments)
 
 
 def test_the_command_goes_on_after_a_kill(maps, teacher, data_file, tmp_path):
@@ -177,7 +178,7 @@ def test_the_command_goes_on_after_a_kill(maps, teacher, data_file, tmp_path):
     assert process.wait(300) == -signal.SIGKILL, log.read_text()
     done = {path.name: path.stat().st_mtime_ns for path in out.glob("maps-*.safetensors")}
     assert len(done) == 2
-    assert label_maps.main(command) == 0
+    assert label_maps_command.main(command) == 0
     assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in done.items())
     later = [name for name in LabelMaps(out).header.files if name not in done]
     assert all((out / name).read_bytes() == (maps / name).read_bytes() for name in later)
@@ -194,7 +195,7 @@ def test_the_command_goes_on_after_a_kill(maps, teacher, data_file, tmp_path):
 )
 def test_bad_values_give_one_line(change, message, maps, teacher, data_file, capsys):
     before = {path.name: path.read_bytes() for path in maps.iterdir()}
-    assert label_maps.main([str(teacher), "--config", str(data_file), "--out", str(maps), *change]) == 2
+    assert label_maps_command.main([str(teacher), "--config", str(data_file), "--out", str(maps), *change]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
     assert {path.name: path.read_bytes() for path in maps.iterdir()} == before
@@ -205,12 +206,12 @@ def test_teachers_with_other_classes_are_refused(teacher, data_file, tmp_path, c
     model.config.id2label = {**model.config.id2label, 3: "three"}
     model.save_pretrained(tmp_path / "renamed")
     command = ["--config", str(data_file), "--out", str(tmp_path / "maps")]
-    assert label_maps.main([str(tmp_path / "renamed"), *command]) == 2
+    assert label_maps_command.main([str(tmp_path / "renamed"), *command]) == 2
     assert "are not those of the data" in capsys.readouterr().err
     model.config.id2label = {index: str(index) for index in range(10)}
     model.config.use_class_token, model.config.pooling = True, "class_token_and_mean"
     SparsePriorViTForImageClassification(model.config).save_pretrained(tmp_path / "both")
-    assert label_maps.main([str(tmp_path / "both"), *command]) == 2
+    assert label_maps_command.main([str(tmp_path / "both"), *command]) == 2
     assert "which a single token cannot give" in capsys.readouterr().err
     assert not (tmp_path / "maps").exists()
 

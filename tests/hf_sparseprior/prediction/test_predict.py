@@ -464,6 +464,7 @@ def folders(tmp_path, monkeypatch):
         ({"top": 3, "features": "pooled", "out": "out.npz"}, "top=3 is for classifiers, and .* gives features"),
         ({"column": "x"}, "column='x' is for tables"),
         ({"images": "nowhere"}, "nowhere does not exist"),
+        ({"images": "nowhere", "model": "not/at/all"}, "nowhere does not exist"),  # before a model is loaded
         ({"images": "model"}, "no image there"),
         ({"images": "model/config.json"}, "must be a folder, an image, a list"),
         ({"model": "nowhere/at/all"}, "must be a folder of a model, or a name on the hub"),

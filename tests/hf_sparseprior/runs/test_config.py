@@ -14,6 +14,7 @@ from hf_sparseprior.runs.config import (
     read_yaml,
 )
 from hf_sparseprior.runs.run_folder import default_output_dir
+from tasks.common import config as command
 from tests.each import each
 
 SECTIONS = ("data", "model", "trainer")
@@ -216,15 +217,15 @@ def test_folders_follow_from_task_file_and_cell(path, name):
 
 
 def test_the_command_lists_cells_and_rows(folder, capsys):
-    assert config.main([str(write(folder, COMPARISON))]) == 0
+    assert command.main([str(write(folder, COMPARISON))]) == 0
     names = capsys.readouterr().out.split()
     assert names == [
         "digits", "photos", "digits-dense", "digits-0.5", "digits-other", "photos-dense", "photos-0.5", "photos-other",
         "photos-more",
     ]  # fmt: skip
-    assert config.main([str(folder / "shared.yaml")]) == 0
+    assert command.main([str(folder / "shared.yaml")]) == 0
     assert "is a single configuration" in capsys.readouterr().out
-    assert config.main([str(folder / "none.yaml")]) == 2
+    assert command.main([str(folder / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
 
 

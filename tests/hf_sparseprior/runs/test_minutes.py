@@ -1,12 +1,15 @@
 """`trainer.minutes`: as many steps as fit, once a run."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.runs import hf_run
 from hf_sparseprior.runs import minutes as module
 from hf_sparseprior.runs.hf_run import run
 from tests.each import each
@@ -48,9 +51,7 @@ def test_the_steps_fit_and_hardly_more_would(minutes, images, step, evaluation, 
         eval_strategy="epoch", save_strategy="epoch", train_batch_size=32, world_size=1, gradient_accumulation_steps=1
     )
     trainer = SimpleNamespace(args=args, train_dataset=range(images), eval_dataset="validation")
-    trial = SimpleNamespace(
-        eval_dataset="test", **{n: lambda *a: None for n in ("add_callback", "train", "save_model")}
-    )
+    trial = Mock(eval_dataset="test")
     plan = module._measured(trainer, minutes, lambda folder: trial)
     long = seconds_of_run(plan, images, 32, step, evaluation, test)
     assert 60 * minutes - 2 * evaluation - 2 * step <= long <= 60 * minutes + evaluation
@@ -89,17 +90,22 @@ def test_a_run_of_some_minutes_goes_on_with_its_plan(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_what_fits_is_measured(tmp_path):
-    results = run(CLASSIFICATION, config_in(tmp_path / "run", minutes=0.15))
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert results["steps"] == plan["steps"] >= 1 and plan["seconds_per_step"] > 0
-    assert len([entry for entry in results["history"] if "validation_accuracy" in entry]) <= module.MOST_EVALUATIONS + 1
+def test_a_trial_measures_a_copy(tmp_path):
+    config = config_in(tmp_path, minutes=60)
+    arguments = hf_run.trainer_arguments(config["trainer"])
+    prepared = CLASSIFICATION.prepare(config, arguments)
+    trainer = hf_run.make_trainer(prepared, arguments)
+    before = {name: value.clone() for name, value in prepared.model.state_dict().items()}
+    plan = module._measured(trainer, 60, partial(hf_run.make_trial, CLASSIFICATION, config, prepared))
+    assert plan.steps > 100 and 0 < plan.seconds_per_step < 20 and plan.seconds_of_test > 0
+    assert all(value.equal(before[name]) for name, value in prepared.model.state_dict().items())
+    assert trainer.state.global_step == 0 and prepared.train_sampler is trainer.train_sampler
 
 
 def test_too_short_a_time_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"minutes=1e-05 is too short for a step and the test; give \S+ or more"):
         run(CLASSIFICATION, config_in(tmp_path / "run", minutes=1e-5))
-    assert not (tmp_path / "run").exists()
+    assert not any((tmp_path / "run").iterdir())
 
 
 @each("changes, message", [

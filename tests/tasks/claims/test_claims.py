@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 
 from hf_sparseprior.analysis import pictures
-from hf_sparseprior.runs.hf_run import task_named
+from hf_sparseprior.runs.hf_run import task_in
 from hf_sparseprior.runs.metrics import pack_correct
 from hf_sparseprior.runs.tables import count_of_seeds
 from tasks.claims import page, todo
@@ -786,7 +786,7 @@ def load(task: str, path: str) -> object:
     if hasattr(module, "load_task"):  # of mmengine
         pytest.importorskip("mmengine", reason="mmengine is not installed: make dense")
         return import_module("tasks.common.mm.compare").load_comparison(module.load_task(), path)
-    return load_task_comparison(task_named(task), path)
+    return load_task_comparison(task_in(f"tasks.{task}.task"), path)
 
 
 @each("task, config, records", COMPARED)

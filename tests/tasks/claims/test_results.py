@@ -3,6 +3,8 @@
 import re
 import shutil
 
+import pytest
+
 from tasks.claims import results
 from tasks.claims.page import ROOT
 from tests.each import each
@@ -32,10 +34,35 @@ def test_a_page_that_says_something_else_is_found(tmp_path, monkeypatch, capsys)
     assert results.main(["--check"]) == 2 and "docs/results.md is not what" in capsys.readouterr().err
 
 
+def test_the_contents_lead_to_every_task_and_every_comparison():
+    """The counts are those of the records, and every link has its place on the page."""
+    head, *tasks = re.split(r"\n## ", PAGE)
+    rows = re.findall(r"^\| \[(\w+)\]\(#\1\) \| .* \| (\d+) \| (\d+) \|", tasks[0], re.M)
+    contents = {name: cells for name, *cells in rows}
+    assert len(head.split()) < 250 and "claims/judging.md" in head
+    comparisons = results.read_comparisons(ROOT)
+    assert list(contents) == [text.partition("\n")[0] for text in tasks[1:]]
+    for text in tasks[1:]:
+        name, index = text.partition("\n")[0], text.partition("<a id=")[0]
+        own = [one for one in comparisons if one.task == name]
+        assert re.findall(r"\(#(.*?)\)", index) == [one.anchor for one in own]
+        assert all(f'<a id="{one.anchor}"></a>' in text for one in own)
+        runs = [seeds for one in own for seeds in results.read_records(ROOT / one.folder).values()]
+        assert contents[name] == [str(len(own)), str(sum(map(len, runs)))]
+
+
+def test_a_task_that_the_page_does_not_know_is_refused(tmp_path):
+    shutil.copytree(ROOT / "tasks/heads/results/masks", tmp_path / "tasks/unknown/results/a")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / results.COMPARISONS).write_text("tasks/unknown/results/a: {what: Masks, text: README.md}\n")
+    with pytest.raises(ValueError, match="the task 'unknown' must be one of classification, "):
+        results.read_comparisons(tmp_path)
+
+
 @each("one", results.read_comparisons(ROOT))
 def test_numbers_are_those_of_the_table_of_the_runs(one):
     """Every cell of the page's tables is a cell of the folder's table, in the row of the same name."""
-    section = PAGE.split(f'<a id="{one.anchor}"></a>')[1].split("\n### ")[1]
+    section = re.split(r"\n##+ ", PAGE.split(f'<a id="{one.anchor}"></a>')[1])[1]
     shown = [line.strip("| ").split(" | ") for line in re.findall(r"^\| .*$", section, re.MULTILINE)]
     table = ROOT / one.folder / "table.md"
     if not table.is_file():

@@ -521,7 +521,7 @@ def test_a_queue_starts_seeds_in_turn_and_only_what_is_missing(finished, tmp_pat
 def test_tasks_are_pickled_by_name(name):
     """As a queue's processes get them."""
     pytest.importorskip(f"tasks.{name}.task", reason=f"the packages of {name} are not installed", exc_type=ImportError)
-    task = hf_run.task_named(name)
+    task = hf_run.task_in(f"tasks.{name}.task")
     assert pickle.loads(pickle.dumps(task)) is task
 
 

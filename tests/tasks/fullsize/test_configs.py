@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from hf_sparseprior.runs.hf_run import task_named
+from hf_sparseprior.runs.hf_run import task_in
 from tasks.fullsize.configs import find_runs
 from tasks.fullsize.run import config_file
 from tasks.fullsize.starts import model_of, named_models
@@ -145,4 +145,4 @@ def reader(task):
         from tasks.robotics.config import load_config as robots
 
         return robots
-    return task_named(task).load_config
+    return task_in(f"tasks.{task}.task").load_config
