@@ -52,11 +52,12 @@ FETCH = "python -m tasks.classification.fetch_cifar10"
 class Material:
     """What the models train on, and which test image is drawn.
 
-    name: also the folder of the runs. config: file of the configurations. changes: of the configurations. seeds: runs
+    name: also the folder of the runs. what: a line for the table. config: file of the configurations. changes: of the configurations. seeds: runs
     of each prior. image: number of the test image. query: (row, column) of the patch whose attention is drawn.
     """
 
     name: str
+    what: str
     config: str
     changes: tuple[str, ...]
     seeds: int
@@ -76,8 +77,10 @@ def material(data: str | None, photos: Path) -> Material:
     if data is None and missing:
         print(f"{photos} has no photographs, so this is scikit-learn's digits; {FETCH} {photos} fetches CIFAR-10")
     if data == "digits" or missing:
-        return Material("digits", "digits.yaml", (), 3, 5, (3, 4))
-    return Material("photos", "demo.yaml", (f"data.path={photos}",), 1, PHOTO, (8, 8))
+        return Material("digits", "handwritten digits of 8 x 8 pixels", "digits.yaml", (), 3, 5, (3, 4))
+    return Material(
+        "photos", "CIFAR-10, photographs of 32 x 32 pixels", "demo.yaml", (f"data.path={photos}",), 1, PHOTO, (8, 8)
+    )
 
 
 # Runs in a process of its own, which cannot import this package: transformers takes the code from the folder.
@@ -224,7 +227,7 @@ def show(trained_on: Material, out: Path, seeds: int) -> None:
     write_text(out / "table.md", lines + "\n")
     summary = {prior: [run_["metrics"] for run_ in runs] for prior, runs in results.items()}
     write_text(out / "results.json", json.dumps(summary, indent=1) + "\n")
-    print(f"\n{results['dense'][0]['data']}\n\n{lines}\n")
+    print(f"\n{trained_on.what}: {results['dense'][0]['data']}\n\n{lines}\n")
     for path in drawn:
         print(f"picture: {path}")
     print(f"best model on validation: {folder}\nin a fresh process: {reloaded}")
