@@ -52,8 +52,9 @@ FETCH = "python -m tasks.classification.fetch_cifar10"
 class Material:
     """What the models train on, and which test image is drawn.
 
-    name: also the folder of the runs. what: a line for the table. config: file of the configurations. changes: of the configurations. seeds: runs
-    of each prior. image: number of the test image. query: (row, column) of the patch whose attention is drawn.
+    name: also the folder of the runs. what: a line for the table. config: file of the configurations. changes: of the
+    configurations. seeds: runs of each prior. image: number of the test image. query: (row, column) of the patch whose
+    attention is drawn.
     """
 
     name: str
