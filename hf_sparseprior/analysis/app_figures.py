@@ -144,7 +144,7 @@ def attention_picture(
     visible, heat = (query_map(each[0], place, grid, prefix).numpy() for each in (pairs, weights))
     where: dict[str, Any] = {"query": place, "grid": grid}
     heads = range(min(MOST_HEADS, len(visible)))
-    together = visible.any(0)
+    together = np.asarray(visible.any(0))
     first = [
         Panel(shown, title="image", **where),
         Panel(shown, seen=together, title=f"all heads see {together.sum()}", **where),
