@@ -41,9 +41,9 @@ lint: install
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# The documentation as a site in outputs/site, every link and picture checked.
+# The documentation as a site in outputs/site, every link and picture checked, its notebooks run. It opens from disk.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	SPARSEPRIOR_NOTEBOOKS=run NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 	@echo outputs/site/index.html
 
 # The C++ kernels under an address sanitizer, also part of the tests.

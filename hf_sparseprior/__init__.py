@@ -21,6 +21,7 @@ from hf_sparseprior.attention.choice import register_backend
 from hf_sparseprior.base.extras import register_extra
 from hf_sparseprior.base.families import Family, register_family
 from hf_sparseprior.base.families import for_every_family as _for_every_family
+from hf_sparseprior.base.own_files import import_files
 from hf_sparseprior.kernels.program_libraries import onnx_library, onnx_session_options, openvino_extension
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig
@@ -107,6 +108,7 @@ __all__ = [
     "export",
     "from_pretrained",
     "heads",
+    "import_files",
     "load_prior",
     "mixed_size_processor",
     "onnx_library",

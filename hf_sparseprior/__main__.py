@@ -21,11 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; a bad value prints one line and returns 2."""
     from transformers.utils import logging as transformers_logging
 
+    from hf_sparseprior.base.own_files import import_files
     from hf_sparseprior.convert import target_formats  # with the families that a program has registered
 
     arguments = make_parser(list(target_formats())).parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:
+        import_files(getattr(arguments, "imports", []))
         status = COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
         return status
@@ -60,7 +62,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     from hf_sparseprior.prediction.predict import predict
 
-    options = {name: value for name, value in vars(arguments).items() if name != "command"}
+    options = {name: value for name, value in vars(arguments).items() if name not in ("command", "imports")}
     for line in predict(options.pop("model"), options.pop("images"), options.pop("out"), **options):
         print(line)
     return 0

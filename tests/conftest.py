@@ -174,3 +174,20 @@ def registries():
         registry.clear()
         registry.update(entries)
     _sort_backends()
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch, registries):
+    """A file with a support and a decay of a user, as `--import` takes it, in a process that has imported none."""
+    import sys
+
+    from hf_sparseprior.base import own_files
+    from tests.own_file import OWN
+
+    monkeypatch.setattr(own_files, "IMPORTED", {})
+    monkeypatch.setattr("hf_sparseprior.saving.code.IMPORTED", own_files.IMPORTED)
+    file = tmp_path / "cross.py"
+    file.write_text(OWN)
+    yield file
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]

@@ -35,15 +35,10 @@ PAGES = {
     )
 }
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-BLOCK = re.compile(r"```(python|bash)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(python|bash|yaml)\n(.*?)```", re.DOTALL)
 # Added to the commands of the how-tos, so that they take seconds.
-SHORTER = {
-    "tasks.classification.train": [
-        "trainer.num_train_epochs=1",
-        "trainer.dataloader_num_workers=0",
-        "trainer.use_cpu=true",
-    ],
-}
+SHORT = ["trainer.num_train_epochs=1", "trainer.dataloader_num_workers=0", "trainer.use_cpu=true"]
+SHORTER = {"tasks.classification.train": SHORT, "tasks.classification.compare": SHORT}
 # Commands that have a test of their own which runs them, in tests/tasks.
 TESTED_ELSEWHERE = ("tasks.common.mm", "tasks.segmentation", "tasks.video", "tasks.robotics", "tasks.heads")
 # Pages with tests of their own: blocks are files, which tests/test_extension.py puts in their places, and a server.
@@ -120,6 +115,8 @@ def test_the_examples_of_a_page_run(name, place, capsys, fresh_accelerator):
             file.write_text(text)
             exec(compile(text, str(file), "exec"), {"__name__": file.stem})
             ran += 1
+        elif language == "yaml":  # a file, which its first line names
+            (place / text.partition("\n")[0].removeprefix("# ")).write_text(text)
         else:
             for words in commands(text):
                 if words[0] in ("make", "pip", "hf"):
@@ -145,6 +142,24 @@ def test_the_server_of_the_page_answers(place):
     pixels = names["processor"](Image.open(place / "photos" / "test" / "cat" / "1.jpg"), return_tensors="np")
     (logits,) = names["session"].run(None, {"pixel_values": pixels["pixel_values"]})
     assert answer.json() == pytest.approx(dict(zip(names["about"]["labels"], logits[0].tolist(), strict=True)))
+
+
+@pytest.mark.slow
+def test_the_lines_for_a_config_of_mm_build_the_backbone(tmp_path):
+    """docs/how-to/dense-prediction.md: in a process that imports mmseg and nothing of ours."""
+    pytest.importorskip("mmseg", reason="mmseg is not installed: make dense")
+    (lines,) = re.findall(r"```text\n(.*?)```", PAGES["dense-prediction"].read_text(), re.DOTALL)
+    (tmp_path / "base.py").write_text('model = dict(backbone=dict(type="ResNet", depth=50))\n')
+    (tmp_path / "own.py").write_text(f'_base_ = "base.py"\n{lines.replace("deit_base", "deit_tiny")}')
+    script = (
+        "import sys; from mmengine.config import Config; from mmseg.registry import MODELS; "
+        "assert 'hf_sparseprior' not in sys.modules; "
+        "backbone = MODELS.build(Config.fromfile('own.py').model.backbone); "
+        "print(type(backbone).__name__, backbone.out_channels)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "SparsePriorViT [192, 192, 192, 192]"
 
 
 def test_each_how_to_is_one_screen_of_code():

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 README = "README.md"
 GRID = ("--grid", "14x14", "--heads", "6")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)]*)?\)")
+RECORDED = ("tasks/", "claims/", "results")
 log = logging.getLogger("mkdocs.hooks.generate")
 
 
@@ -222,6 +223,7 @@ def rewritten(file: Path, place: str, pages: dict[str, Path], pictures: dict[str
     """
     places = {path: where for where, path in pages.items()}
     places |= {path: path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    places |= {path: f"notebooks/{path.stem}.md" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
 
     def link(match: re.Match[str]) -> str:
         picture, text, target, anchor = match[1], match[2], match[3], match[4] or ""
@@ -271,3 +273,9 @@ def on_files(files: Files, config: Any) -> Files:
     for place, path in pictures.items():
         files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> None:
+    """In the search, tables of results come after pages of the documentation."""
+    if page.file.src_uri.startswith(RECORDED):
+        page.meta.setdefault("search", {})["boost"] = 0.1

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
-    IMPLEMENTATION,
     PRIOR_MODULE,
+    REGISTERED,
     Applied,
     StockPrior,
     applied_prior,
@@ -50,6 +50,15 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
 
     Decays start where they change nothing (alpha = 1, beta = 20: the model's output to 1e-5), unless their `init` says
     otherwise. Call it on the model that is saved, not on a part of it, and before an optimizer is made.
+
+    Example:
+
+    ```python
+    model = sp.apply_prior(AutoModelForImageClassification.from_pretrained("facebook/deit-small-patch16-224"), "violin")
+    model.push_to_hub("USER/NAME")
+    # Where this package is missing:
+    model = AutoModelForImageClassification.from_pretrained("USER/NAME", trust_remote_code=True)
+    ```
 
     Args:
         model: ViT, DeiT, ViT-MSN, DINOv2, DINOv3, BEiT, CLIP, SigLIP, ViTMAE, I-JEPA, Swin, or of clips VideoMAE, ViViT
@@ -154,7 +163,7 @@ def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) 
             _give_forward(module)
             continue
         module.config = copy.copy(module.config)
-        module.config._attn_implementation_internal = IMPLEMENTATION
+        module.config._attn_implementation_internal = REGISTERED
     bind_saving(model)
     return Applied(priors[0].prior, list(encoder.attention), layout.watch(encoder.embeddings))
 

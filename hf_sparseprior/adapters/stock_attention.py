@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ from hf_sparseprior.saving.saved_config import PRIOR_RECORD
 # The name in `AttentionInterface`, and in config.json of models saved with a prior. Where this package is missing,
 # transformers refuses the name in words that quote it, so it is the package's.
 IMPLEMENTATION = "hf_sparseprior"
+# What this code is registered as with transformers. The code in a saved folder has a name of its own: one process may
+# load several folders, and this package.
+CARRIED = not __name__.startswith(f"{IMPLEMENTATION}.")
+REGISTERED = f"{IMPLEMENTATION}_{zlib.crc32(__name__.encode()):08x}" if CARRIED else IMPLEMENTATION
 PRIOR_MODULE = "sparse_prior"  # what an attention module calls the module that holds its prior
 _OTHER_END = -100.0  # what Swin adds to the logits of such pairs
 MARKER = "needs_hf_sparseprior"  # a buffer that is reported when a model with a prior is loaded without it
@@ -260,5 +265,5 @@ def _wants_weights(config: Any, kwargs: dict[str, Any]) -> bool:
     return "attentions" in (_active_collector.get() or {})
 
 
-AttentionInterface.register(IMPLEMENTATION, prior_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(REGISTERED, prior_attention)
+AttentionMaskInterface.register(REGISTERED, sdpa_mask)

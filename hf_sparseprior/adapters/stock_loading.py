@@ -7,6 +7,7 @@ happens:
 
     folder                             loaded                        result
     any saved with a prior             after the import              the prior is back, whatever `attn_implementation`
+    the same, trust_remote_code=True   without the package           the same, by the code in the folder
     the same                           without the package           transformers refuses the attention hf_sparseprior
     the same, attn_implementation=...  without the package           a warning, and a report of unexpected weights
     the same, config=... of one's own  by from_pretrained            a report of unexpected weights
@@ -35,15 +36,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_sparseprior.adapters.stock import apply_prior, remove_prior
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
-    IMPLEMENTATION,
     PRIOR_MODULE,
     RECORD,
+    REGISTERED,
     stock_priors,
 )
-from hf_sparseprior.adapters.stock_saving import LOADER, SCALARS_FILE, scalars_of
+from hf_sparseprior.adapters.stock_saving import CODE_ENTRY, LOADER, SCALARS_FILE, scalars_of
 from hf_sparseprior.base.config_keys import config_file
 from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.loading import check_layers, load_pretrained
+from hf_sparseprior.base.own_files import import_hint
 from hf_sparseprior.priors.prior import is_prior_weight
 from hf_sparseprior.saving.saved_config import check_record, check_saved_config, check_stock_fields
 
@@ -51,12 +53,12 @@ PRIOR_WEIGHTS = rf"\.{PRIOR_MODULE}\."  # what a file has of a prior, which the 
 LOCATION_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-@register_quantization_config(LOADER)
+@register_quantization_config(REGISTERED)
 @dataclass
 class PriorLoaderConfig(QuantizationConfigMixin):
     """The `quantization_config` of a folder with a prior; the prior itself is in the config's `sparse_prior`."""
 
-    quant_method: Any = LOADER
+    quant_method: Any = REGISTERED
     dequantize = True  # transformers then removes the quantizer from the loaded model, which is an ordinary one
 
     @classmethod
@@ -70,7 +72,7 @@ class PriorLoaderConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-@register_quantizer(LOADER)
+@register_quantizer(REGISTERED)
 class PriorLoader(HfQuantizer):
     """Puts the prior back after the weights of a stock model are loaded."""
 
@@ -186,7 +188,7 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
         scalars = load_file(scalars_path)
     except SafetensorError as error:
         raise OSError(f"{scalars_path} is damaged: {error}") from None
-    naming_us = [config for config in _configs(model) if config._attn_implementation == IMPLEMENTATION]
+    naming_us = [config for config in _configs(model) if config._attn_implementation == REGISTERED]
     for config in naming_us:
         config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     try:
@@ -196,12 +198,20 @@ def _restore(model: PreTrainedModel, record: dict[str, Any], scalars_path: Any) 
         if hasattr(model, APPLIED):
             remove_prior(model)
         for config in naming_us:  # so that the model goes on refusing to run as a plain one
-            config._attn_implementation = IMPLEMENTATION
+            config._attn_implementation = REGISTERED
         raise
     for config in _configs(model):
         for name in (RECORD, FORMAT_KEY, "quantization_config"):
             if hasattr(config, name) and (name != "quantization_config" or _is_ours(config.quantization_config)):
                 delattr(config, name)
+        if _names_our_code(getattr(config, "auto_map", None)):
+            del config.auto_map
+
+
+def _names_our_code(auto_map: Any) -> bool:
+    """Whether an auto map is that of a saved folder with a prior; names of the hub come with their repository."""
+    names = auto_map.values() if isinstance(auto_map, dict) else ()
+    return any(isinstance(name, str) and name.rpartition("--")[2].startswith(f"{CODE_ENTRY}.") for name in names)
 
 
 def _apply_record(model: PreTrainedModel, record: dict[str, Any]) -> None:
@@ -210,7 +220,8 @@ def _apply_record(model: PreTrainedModel, record: dict[str, Any]) -> None:
         check_record({RECORD: record})
         apply_prior(model, record["prior"])
     except ValueError as error:
-        raise ValueError(f"{config_file(model.name_or_path)}: {RECORD}: {error}") from None
+        text = import_hint(model.name_or_path, error)
+        raise ValueError(f"{config_file(model.name_or_path)}: {RECORD}: {text}") from None
 
 
 def _fill_scalars(model: PreTrainedModel, scalars: dict[str, Tensor], path: Any) -> None:
@@ -275,7 +286,7 @@ def _saved_record(source: str | os.PathLike, **location: Any) -> dict[str, Any] 
 
 def _is_ours(quantization_config: Any) -> bool:
     if isinstance(quantization_config, dict):
-        return quantization_config.get("quant_method") == LOADER
+        return quantization_config.get("quant_method") in (LOADER, REGISTERED)
     return isinstance(quantization_config, PriorLoaderConfig)
 
 

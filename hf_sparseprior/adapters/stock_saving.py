@@ -6,9 +6,11 @@ config.json                the stock model's, with the prior (`sparse_prior`), t
 model.safetensors          the stock weights, the prior's scalars under their names in the model, for a Trainer that
                            goes on from here, and a marker in each layer that a load without the prior reports
 sparse_prior.safetensors   the prior's learned scalars, under names that do not depend on the head; a load reads these
-README.md                  that the folder needs this package
+*.py                       the code of this package that the prior needs, for `trust_remote_code`: config.json has it as
+                           `auto_map`, see `modeling_stock_prior`. Not for models whose class is not transformers' own.
+README.md                  what the folder needs
 
-transformers' `save_pretrained` of a model without a prior, over such a folder, leaves the last two files behind. Only a
+transformers' `save_pretrained` of a model without a prior, over such a folder, leaves all but the first two. Only a
 config.json with `sparse_prior` makes anybody read the scalars.
 """
 
@@ -25,6 +27,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import modeling_auto
 
 from hf_sparseprior.adapters.stock_attention import (
     APPLIED,
@@ -37,11 +40,15 @@ from hf_sparseprior.adapters.stock_attention import (
 )
 from hf_sparseprior.base.files import write_bytes
 from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT
-from hf_sparseprior.saving.card import add_requirement
+from hf_sparseprior.priors.prior import prior_name
+from hf_sparseprior.saving.card import add_prior_requirement
+from hf_sparseprior.saving.code import write_code
 from hf_sparseprior.saving.saved_config import PRIOR_LOADER
 
 SCALARS_FILE = "sparse_prior.safetensors"
 SAVED_MODULES = ("decay_bias", "predictor", "mixer", "relative_position")  # all else belongs to adapters
+CODE_ENTRY = "modeling_stock_prior"  # the module that `auto_map` names
+_ABSENT = object()  # in place of a field that a config does not have
 LOADER = PRIOR_LOADER  # `quant_method` of the quantizer in `stock_loading`
 
 
@@ -81,6 +88,8 @@ def save_with_prior(
         os.makedirs(save_directory, exist_ok=True)
         scalars = {name: tensor.contiguous() for name, tensor in scalars_of(model, state_dict).items()}
         write_bytes(Path(save_directory) / SCALARS_FILE, save(scalars, {"format": "pt"}))
+        if _carries_code(model):
+            write_code(save_directory, (f"{__package__}.{CODE_ENTRY}",))
         _add_requirement(model, save_directory)
     with _recorded(model):
         return save_stock()
@@ -93,16 +102,10 @@ def upload_with_prior(model: PreTrainedModel, working_dir: str | os.PathLike, *a
 
 
 def _add_requirement(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    name, module = type(model).__name__, type(model).__module__
-    source = "transformers" if module.startswith("transformers.") else module
-    add_requirement(Path(folder), f"This {name}", _LOADING.format(name, source))
-
-
-_LOADING = """\
-import hf_sparseprior
-from {1} import {0}
-
-model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")"""
+    source = "transformers" if _is_of_transformers(model) else type(model).__module__
+    auto_class = _auto_class_of(model) if _carries_code(model) else None
+    prior = prior_name(applied_prior(model).prior)
+    add_prior_requirement(Path(folder), model.config, prior, type(model).__name__, source, auto_class)
 
 
 OWN_METHODS: dict[str, Callable[..., Any]] = {
@@ -185,7 +188,7 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     """
     # Also in the config of a vision tower, which a class for the tower alone reads.
     configs = {id(config): config for config in (model.config, stock_priors(model)[0].config)}
-    added: list[tuple[Any, str]] = []
+    before: list[tuple[Any, str, Any]] = []
     for config in configs.values():
         fields: dict[str, Any] = {
             RECORD: {"prior": applied_prior(model).prior},
@@ -194,11 +197,45 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
         }
         if getattr(config, "quantization_config", None) is None:  # a quantized model needs its own to load
             fields["quantization_config"] = {"quant_method": LOADER}
+        if config is model.config and _carries_code(model):
+            fields["auto_map"] = {name: f"{CODE_ENTRY}.{name}" for name in _auto_classes(type(config))}
         for name, value in fields.items():
+            before.append((config, name, vars(config).get(name, _ABSENT)))
             setattr(config, name, value)
-            added.append((config, name))
     try:
         yield
     finally:
-        for config, name in added:
-            delattr(config, name)
+        for config, name, value in before:
+            if value is _ABSENT:
+                delattr(config, name)
+            else:
+                setattr(config, name, value)
+
+
+def _carries_code(model: PreTrainedModel) -> bool:
+    """Whether a folder of a model can be loaded by code that lies in it, by an Auto class of transformers."""
+    return _is_of_transformers(model) and bool(_auto_classes(type(model.config)))
+
+
+def _is_of_transformers(model: PreTrainedModel) -> bool:
+    """Whether the class of a model is known wherever transformers is."""
+    return type(model).__module__.startswith("transformers.")
+
+
+def _auto_class_of(model: PreTrainedModel) -> str:
+    """The Auto class that loads a model as its own class, or the first that loads models with its config."""
+    names = _auto_classes(type(model.config))
+    for name in names:
+        loaded = getattr(modeling_auto, name)._model_mapping[type(model.config)]
+        if type(model) in (loaded if isinstance(loaded, (list, tuple)) else [loaded]):
+            return name
+    return names[0]
+
+
+def _auto_classes(config_class: type) -> list[str]:
+    """The Auto classes of transformers that load models with a config of this class."""
+    return sorted(
+        name
+        for name in modeling_auto.__all__
+        if config_class in (getattr(getattr(modeling_auto, name), "_model_mapping", None) or ())
+    )

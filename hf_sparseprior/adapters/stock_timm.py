@@ -85,7 +85,7 @@ def _self_attention(module: Any, x: Tensor, rope: Tensor | None, attn_mask: Tens
     if (group := q.shape[1] // k.shape[1]) > 1:  # grouped queries
         k, v = (tokens.repeat_interleave(group, dim=1) for tokens in (k, v))
     grid, num_prefix_tokens, _ = prior.layout.locate(q.shape[2])
-    bias = _written_out(attn_mask, is_causal, q)
+    bias = _mask_bias(attn_mask, is_causal, q)
     out = module.norm(_attend(module, q, k, v, prior.plan(grid, num_prefix_tokens), bias))
     if module.gate is not None:
         out = out * module.gate(x).sigmoid()
@@ -118,13 +118,15 @@ def _split(module: Any, qkv: Tensor) -> tuple[Tensor, ...]:
 
 def _rotate(module: Any, tokens: Tensor, rope: Tensor) -> Tensor:
     """Tokens (B, H, T, D) with the patches turned by their positions."""
-    from timm.layers import apply_rot_embed_cat  # the module is timm's
-
+    try:  # the module is timm's; what is imported elsewhere, transformers asks of everybody who loads a saved folder
+        from timm.layers import apply_rot_embed_cat
+    except ImportError:
+        raise
     prefix, patches = tokens.tensor_split([module.num_prefix_tokens], 2)
     return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=module.rotate_half)], 2)
 
 
-def _written_out(mask: Tensor | None, is_causal: bool, q: Tensor) -> Tensor | None:
+def _mask_bias(mask: Tensor | None, is_causal: bool, q: Tensor) -> Tensor | None:
     """The bias (1 or B, 1 or H, T, T) that a mask is."""
     if is_causal:
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()

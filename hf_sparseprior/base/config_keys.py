@@ -21,6 +21,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.base.formats import FORMAT_KEY, MODEL_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.limits import check_size
+from hf_sparseprior.base.own_files import import_hint
 
 logger = logging.getLogger("hf_sparseprior.config")
 
@@ -191,7 +192,7 @@ class CheckedFields:
         except ValueError as error:
             if source is None or cls._is_good(config_dict):
                 raise
-            raise ValueError(f"{config_file(source)}: {error}") from None
+            raise ValueError(f"{config_file(source)}: {import_hint(source, error)}") from None
 
     @classmethod
     def _is_good(cls, config_dict: dict[str, Any]) -> bool:

@@ -72,8 +72,15 @@ def add_list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; default: all")
 
 
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """--import, of the commands that know a user's own supports and decays."""
+    text = "Python file that registers a support, a decay ...; imported first, and saved with models"
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="FILE", help=text)
+
+
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
+    add_import(parser)
     text = f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +"
     parser.add_argument("prior", help=text)
     parser.add_argument("--heads", type=int, help="attention heads (default 12, or the model's)")
@@ -108,6 +115,7 @@ def parse_grid(text: str) -> tuple[int, ...]:
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Arguments of `train`."""
+    add_import(parser)
     text = "a folder for each class, also below train, validation and test; a .csv file; a folder of .parquet files"
     parser.add_argument("data", help=text)
     text = f"a preset of `{PROGRAM} list families` (from scratch), folder of a run or a model, or a name on the hub"
@@ -128,6 +136,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Arguments of `predict`, those of `sp.predict`."""
+    add_import(parser)
     text = "folder of a training run, a saved model, an adapter or an exported file; or a name on the hub"
     parser.add_argument("model", help=text)
     text = "folders, image files, lists of paths (.txt), tables (.csv, .tsv, .parquet) and videos"
@@ -156,6 +165,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Arguments of `export`."""
+    add_import(parser)
     text = "folder of a saved model or a training run; with --format also of a stock model or an adapter of peft"
     parser.add_argument("source", type=Path, help=text)
     parser.add_argument("out", type=Path, help="new folder")
@@ -207,6 +217,7 @@ def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGET
 
 def add_app(parser: argparse.ArgumentParser) -> None:
     """Arguments of `app`."""
+    add_import(parser)
     text = "folder of a saved model, or 'PRESET PRIOR' for random weights; two are shown side by side"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
     parser.add_argument("--host", default="127.0.0.1", help="address it listens on (default %(default)s)")

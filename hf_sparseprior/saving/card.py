@@ -14,6 +14,8 @@ from hf_sparseprior.base.files import write_bytes
 from hf_sparseprior.saving.processor import takes_clips
 
 CARD = "README.md"
+BEGIN, END = "<!-- hf_sparseprior writes this on saving -->", "<!-- hf_sparseprior: end -->"
+_BLOCK = re.compile(rf"\n?{re.escape(BEGIN)}.*?{re.escape(END)}\n?", re.DOTALL)
 TAGS = ("vision-transformer", "sparse-attention", "spatial-prior")
 SPLITS = ("test", "validation")  # the first part of a metric's name in results.json
 
@@ -36,6 +38,8 @@ def model_card(
     results = results or {}
     classifies = any("Classification" in name for name in config.architectures or [])
     clips = takes_clips(config)
+    pretrained = ((results.get("config") or {}).get("model") or {}).get("pretrained")
+    base = hub_name(pretrained, is_folder=True) if pretrained else hub_name(config.name_or_path)
     tag = ("video" if clips else "image") + "-classification"
     if not classifies:
         tag = "feature-extraction" if clips else "image-feature-extraction"
@@ -44,6 +48,7 @@ def model_card(
         "library_name: transformers",
         f"pipeline_tag: {tag}",
         f"license: {license_name}",
+        *([] if base is None else [f"base_model: {base}"]),
         f"tags: [{', '.join(dict.fromkeys((*TAGS, *map(_quoted, tags))))}]",
         *model_index(f"{FAMILIES[config.model_type].title} {config.prior_name}", tag, results),
         "---",
@@ -55,6 +60,7 @@ def model_card(
         f"| architecture | {_architecture(config)} |",
         f"| image, patch, grid | {config.image_size}, {config.patch_size}, {config.grid[0]}x{config.grid[1]} patches |",
         *([f"| frames | {config.num_frames} |"] if clips else []),
+        *([f"| base model | {base or Path(str(pretrained)).name} |"] if base or pretrained else []),
         f"| prior | `{json.dumps(config.prior)}` |",
         f"| pruning ratio | {config.pruning_ratio:.2f} % of {_pruned(config)}, prefix tokens included |",
         *([f"| classes | {config.num_labels} |"] if classifies else []),
@@ -77,6 +83,17 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def hub_name(source: Any, is_folder: bool = False) -> str | None:
+    """OWNER/NAME of a model of the hub, given as that or as its folder in the hub's cache; None for other folders.
+
+    is_folder: whether `source` is a folder, which need not be there any more.
+    """
+    if cached := re.search(r"(?:^|[/\\])models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\]", str(source)):
+        return f"{cached[1]}/{cached[2]}"
+    named = not is_folder and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source))
+    return str(source) if named and not Path(str(source)).exists() else None
 
 
 def model_index(name: str, task: str, results: dict[str, Any]) -> list[str]:
@@ -115,40 +132,82 @@ def _quoted(tag: str) -> str:
     return tag if re.fullmatch(r"[A-Za-z][\w-]*", tag) else json.dumps(tag)
 
 
-def add_requirement(folder: Path, what: str, loading: str) -> None:
-    """Say in a folder's README.md that what is saved there needs this package, unless it says so already.
+def add_requirement(folder: Path, lines: Sequence[str], base: str | None = None) -> None:
+    """Say in a folder's README.md what it needs to be loaded, right after the header, unless its author says it.
+
+    A card without a header has it at the end. What was written here before is replaced.
 
     Args:
-        what: the subject of the sentence. loading: lines of Python.
+        lines: what it says, Markdown with `import hf_sparseprior` in it.
+        base: name on the hub of the model that it was made from, for the header.
     """
     card = folder / CARD
     text = card.read_text(encoding="utf-8", errors="surrogateescape") if card.is_file() else ""
-    if "import hf_sparseprior" in text:
+    block = "\n".join([BEGIN, "# hf_sparseprior", "", *lines, END, ""])
+    if "import hf_sparseprior" in (others := _BLOCK.sub("", text)):
         return
-    lines = [
-        *(["", ""] if text else ["---", "library_name: transformers", "---", ""]),
-        "# hf_sparseprior",
-        "",
-        f"{what} needs the Python package hf_sparseprior, which is imported before it is loaded:",
-        "",
-        "```python",
-        loading,
-        "```",
-        "",
-    ]
-    write_bytes(card, (text + "\n".join(lines)).encode(errors="surrogateescape"))
+    text = others or "---\nlibrary_name: transformers\n---\n"
+    if header := re.match(r"---\n((?:.*\n)*?)---\n", text):
+        keys, body = header[1], text[header.end() :].lstrip("\n")
+        if base is not None and not re.search(r"^base_model:", keys, re.MULTILINE):
+            keys += f"base_model: {base}\n"
+        text = f"---\n{keys}---\n\n{block}" + (f"\n{body}" if body else "")
+    else:
+        text = f"{text.rstrip(chr(10))}\n\n{block}"
+    write_bytes(card, text.encode(errors="surrogateescape"))
 
 
 def add_adapter_requirement(folder: Path) -> None:
     """`add_requirement` for an adapter of peft whose method is ours or whose base model is."""
-    add_requirement(folder, "This adapter", _ADAPTER)
+    add_requirement(folder, _ADAPTER)
 
 
-_ADAPTER = """\
+def add_prior_requirement(
+    folder: Path, config: Any, prior: str, class_name: str, source: str, auto_class: str | None
+) -> None:
+    """`add_requirement` for a model of others with a prior.
+
+    Args:
+        config: the model's. prior: its name. class_name, source: its class, and the module from which one imports it.
+        auto_class: the Auto class that loads the folder by the code in it; None if there is no code in it.
+    """
+    base = hub_name(config.name_or_path)
+    origin = "" if base is None else f" It was made from [{base}](https://huggingface.co/{base})."
+    lines = [
+        f"This {class_name} has the prior `{prior}`, with the settings of `sparse_prior` in config.json.{origin}",
+        "",
+    ]
+    needs = "It needs the Python package hf_sparseprior, which is imported before it is loaded:"
+    if auto_class is not None:
+        lines += ["The code for it is in this folder:", "", *_python(_WITH_CODE.format(auto_class)), ""]
+        needs = "Without `trust_remote_code` it needs the Python package hf_sparseprior, which is imported first:"
+    lines += [needs, "", *_python(_WITH_PACKAGE.format(class_name, source))]
+    add_requirement(folder, lines, base)
+
+
+def _python(code: str) -> list[str]:
+    return ["```python", code, "```"]
+
+
+_ADAPTER = [
+    "This adapter needs the Python package hf_sparseprior, which is imported before it is loaded:",
+    "",
+    "```python",
+    "import hf_sparseprior  # first: without it peft raises KeyError",
+    "import peft",
+    "",
+    'model = peft.PeftModel.from_pretrained(base_model, "PATH_OR_NAME_OF_THIS_ADAPTER")',
+    "```",
+]
+_WITH_CODE = """\
+from transformers import {0}
+
+model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)"""
+_WITH_PACKAGE = """\
 import hf_sparseprior
-import peft
+from {1} import {0}
 
-model = peft.PeftModel.from_pretrained(base_model, "PATH_OR_NAME_OF_THIS_ADAPTER")"""
+model = {0}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")"""
 
 
 def _without_folders(text: Any) -> str:

@@ -3,7 +3,7 @@
 transformers reads custom code from one folder without subfolders. So each package of ours that a model needs becomes
 one file, in which its modules stand one after the other; the configuration and the modeling file of the model stay
 files of their own. Source text is copied; only imports change. What cannot be joined without changing its meaning is
-refused.
+refused. Files of a user that registered a support or the like (`base.own_files`) lie next to them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_sparseprior.base.files import write_text
+from hf_sparseprior.base.own_files import IMPORTED, OwnFile, carried, library_modules
 from hf_sparseprior.base.sections import name_sections
 from hf_sparseprior.base.version import __version__
 
@@ -40,19 +41,19 @@ def write_code(folder: str | os.PathLike, entries: Sequence[str]) -> None:
         entries: the modules of its classes. If they come from a saved folder, the files next to them are copied. Of
             other people's modules transformers copies each, and they need this package where they are loaded.
     """
-    for name, text in code_files(tuple(entries)).items():
+    for name, text in code_files(tuple(entries), tuple(IMPORTED.values())).items():
         write_text(Path(folder) / name, text)
 
 
 @functools.lru_cache(maxsize=16)
-def code_files(entries: tuple[str, ...]) -> dict[str, str]:
-    """Names and texts of the files; see `write_code`.
+def code_files(entries: tuple[str, ...], own: tuple[OwnFile, ...] = ()) -> dict[str, str]:
+    """Names and texts of the files; see `write_code`. own: files of a user.
 
     Raises:
         ValueError: for an import or a name that cannot be joined; the message has module and line.
     """
     if all(_ours(name) for name in entries):
-        return _Code(entries).files()
+        return _Code(entries, own).files()
     if not all(_ours(name) or name.startswith(LOADED) for name in entries):
         return {}
     folders = {Path(file).parent for name in entries if (file := sys.modules[name].__file__)}
@@ -174,10 +175,10 @@ def _header(name: str) -> str:
 class _Code:
     """All modules that some classes need, and the file of each."""
 
-    def __init__(self, entries: tuple[str, ...]) -> None:
-        self.entries = entries
+    def __init__(self, entries: tuple[str, ...], own: tuple[OwnFile, ...] = ()) -> None:
+        self.entries, self.own = entries, own
         self.modules: dict[str, _Module] = {}
-        waiting = [*entries, SECTIONS]
+        waiting = [*entries, SECTIONS, *(name for each in own for name in library_modules(each))]
         while waiting:
             if (name := waiting.pop()) not in self.modules:
                 self.modules[name] = _read(name)
@@ -188,7 +189,8 @@ class _Code:
         by_file: dict[str, list[_Module]] = {}
         for module in self.in_order():
             by_file.setdefault(self.file_of(module.name), []).append(module)
-        return {f"{file}.py": self.text(file, modules, list(by_file)) for file, modules in by_file.items()}
+        files = {f"{file}.py": self.text(file, modules, list(by_file)) for file, modules in by_file.items()}
+        return files | {f"{each.name}.py": carried(each) for each in self.own}
 
     def in_order(self) -> list[_Module]:
         """Each module after those that it imports when it is imported."""
@@ -227,6 +229,7 @@ class _Code:
         """The text of a module that stays a file of its own."""
         others = [name for name in files if name not in map(self.file_of, self.entries)]
         # transformers before 5.20 copies what this file imports, and not what is imported there.
+        others += [each.name for each in self.own]  # after the rooms, whose names they use
         imports = [f"from .{name} import __doc__ as _{name}  # noqa: F401" for name in others]
         text = self.rewritten(module).replace(f"{FUTURE}\n", "\n".join([FUTURE, "", *imports, ""]), 1)
         return f"{_header(module.name)}\n{text}\n"

@@ -6,6 +6,7 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.base.own_files import import_files
 from hf_sparseprior.models.pretrained import check_saved_folder
 from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.evaluate import evaluate_model, label_of, run_config
@@ -25,6 +26,7 @@ def train_main(task: HFTask, argv: list[str] | None = None) -> int:
 
     def work() -> None:
         keep_freed_memory()
+        import_files(arguments.imports)
         config = task.load_config(arguments.config, arguments.overrides)
         results = run(task, config, overwrite=arguments.overwrite)
         if PartialState().is_main_process:
@@ -42,6 +44,7 @@ def evaluate_main(task: HFTask, argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
+        import_files(arguments.imports)
         folder = model_folder(arguments.model, CONFIG_NAME)
         check_saved_folder(folder)
         config = run_config(task, folder, arguments.config, arguments.overrides)

@@ -48,6 +48,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.base.own_files import after_imports, import_files, imported_paths
 from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.config import (
     COMPARISON,
@@ -430,7 +431,8 @@ class Row:
     def job(self, command: str | None) -> Job:
         """What a queue does for it."""
         arguments = (self.task, self.config, command or command_line(), self.metric)
-        return Job(str(self), self.name, self.folder, self.does, arguments, lambda: self.record() is not None)
+        does = partial(after_imports, imported_paths(), self.does)
+        return Job(str(self), self.name, self.folder, does, arguments, lambda: self.record() is not None)
 
 
 def do_run(
@@ -564,8 +566,9 @@ def do_first(
             do_run(task, config, command, comparison.metric)
             continue
         arguments = (task, config, command or command_line(), comparison.metric)
+        does = partial(after_imports, imported_paths(), do_run)
         folder = Path(config["trainer"]["output_dir"])
-        queue.run([Job(name, name, folder, do_run, arguments, partial(_is_finished, config, mine=True))])
+        queue.run([Job(name, name, folder, does, arguments, partial(_is_finished, config, mine=True))])
     check_start(task, [config for config in pending if waits(config)], records)
 
 
@@ -646,9 +649,13 @@ def compare_main(
     task: HFTask,
     argv: list[str] | None = None,
     load: Callable[[HFTask, str, Sequence[str]], Comparison] = load_comparison,
+    imports: bool = True,
 ) -> int:
-    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2. `load` reads the comparison."""
-    parser = compare_parser(task.name)
+    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2.
+
+    `load` reads the comparison; imports: whether the command has --import.
+    """
+    parser = compare_parser(task.name, imports=imports)
     arguments = parser.parse_intermixed_args(argv)
     return do_comparison(parser.prog, task.name, arguments, partial(load, task))
 
@@ -666,6 +673,7 @@ def do_comparison(
 
     def work() -> None:
         keep_freed_memory()
+        import_files(getattr(arguments, "imports", []))
         shard = None if arguments.shard is None else Shard.parse(arguments.shard)
         check_options(arguments.jobs, shard, arguments.ray)
         comparison = load(arguments.config, arguments.overrides)

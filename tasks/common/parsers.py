@@ -34,12 +34,19 @@ def command_parser(command: str, description: str | None = None, epilog: str | N
     )
 
 
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """--import."""
+    text = "Python file that registers a support, a decay ...; imported first, and saved with models"
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="FILE", help=text)
+
+
 def train_parser(
     task: str,
     trains: str,
     example: str = "model.prior=fibottention",
     config: str = "YAML file",
     keys: str = "section.key=value",
+    imports: bool = True,
 ) -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.TASK.train`: `config`, `overwrite` and `overrides`.
 
@@ -49,10 +56,13 @@ def train_parser(
         example: an override, as an example.
         config: what kind of file a configuration is.
         keys: how overrides are written.
+        imports: whether it has --import.
     """
     parser = command_parser(f"{task}.train", f"Train {trains}. Goes on where an interrupted run stopped.")
     parser.add_argument("--config", required=True, help=f"{config}, or FILE#CELL for a cell of its matrix, see configs")
     parser.add_argument("--overwrite", action="store_true", help="replace a run with another configuration")
+    if imports:
+        add_import(parser)
     parser.add_argument("overrides", nargs="*", metavar=keys, help=f"e.g. {example}")
     return parser
 
@@ -62,6 +72,7 @@ def evaluate_parser(task: str, trains: str, batch_size: int = 64) -> argparse.Ar
     parser = command_parser(f"{task}.evaluate", f"Evaluate {trains} that was saved.")
     parser.add_argument("model", type=Path, help="folder of a saved model or of a run")
     parser.add_argument("--config", help="YAML file with a data section; default: that of the run that trained it")
+    add_import(parser)
     parser.add_argument("--split", choices=IMAGE_SPLITS, default="test")
     parser.add_argument("--batch-size", type=int, default=batch_size)
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
@@ -74,9 +85,10 @@ def compare_parser(
     config: str = "YAML file with base, seeds, variants and first",
     keys: str = "section.key=value",
     overrides: str = "for every row; data, augmentation and trainer also for the runs of `first`",
+    imports: bool = True,
 ) -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.TASK.compare`; what it says of a comparison's file, and of overrides and their
-    form.
+    form. imports: as in `train_parser`.
     """
     parser = command_parser(
         f"{task}.compare", "Train a list of variants over seeds. Goes on where it was stopped, and does no run twice."
@@ -84,6 +96,8 @@ def compare_parser(
     parser.add_argument("--config", required=True, help=config)
     parser.add_argument("--out", type=Path, help="folder of the runs; default: outputs/TASK/NAME")
     parser.add_argument("--records", type=Path, help="folder of records.jsonl, table and picture; default: --out")
+    if imports:
+        add_import(parser)
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these seeds, or others than the file's")
     parser.add_argument(
@@ -114,7 +128,9 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 
 def mm_train_parser(task: str) -> argparse.ArgumentParser:
     """`train_parser` for segmentation and detection."""
-    return train_parser(task, f"a model for {task}", "model.backbone.prior=violin", "mm config file", "key=value")
+    return train_parser(
+        task, f"a model for {task}", "model.backbone.prior=violin", "mm config file", "key=value", imports=False
+    )
 
 
 def mm_evaluate_parser(task: str) -> argparse.ArgumentParser:
@@ -131,7 +147,7 @@ def mm_evaluate_parser(task: str) -> argparse.ArgumentParser:
 def mm_compare_parser(task: str) -> argparse.ArgumentParser:
     """`compare_parser` for segmentation and detection."""
     file = "mm config file with `cells`, one for each row, and `seeds`"
-    return compare_parser(task, file, "key=value", "for every row, e.g. train_cfg.max_iters=100")
+    return compare_parser(task, file, "key=value", "for every row, e.g. train_cfg.max_iters=100", imports=False)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from tasks.common.parsers import add_device, command_parser, compare_parser, train_parser
+from tasks.common.parsers import add_device, add_import, command_parser, compare_parser, train_parser
 
 TRAINS = "student and teacher with DINO, on images without their labels"
 
@@ -26,6 +26,7 @@ def evaluate() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=64, help="images at a time, default %(default)s")
     parser.add_argument("--workers", type=int, default=0, help="processes that prepare images, default %(default)s")
     add_device(parser)
+    add_import(parser)
     parser.add_argument("--out", type=Path, help="folder for the results; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="also evaluation.key=value")
     return parser

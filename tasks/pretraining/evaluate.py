@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 import hf_sparseprior  # noqa: F401  registers the Auto classes
+from hf_sparseprior.base.own_files import import_files
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.data import ImageDataset, Preparation, as_trained, load_data
 from hf_sparseprior.images.processor import make_processor
@@ -161,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
 
     def work() -> None:
+        import_files(arguments.imports)
         folder = model_folder(arguments.model, CONFIG_NAME)
         check_saved_folder(folder)
         config, given = run_config(folder, arguments.config, arguments.overrides)

@@ -12,8 +12,8 @@ KINDS = ("video", "image")  # of images in a LeRobotDataset
 ENVIRONMENTS = ("lift", "can", "pusht")
 TEST_SEED = 100_000  # seeds from here on are for evaluation; those of demonstrations are below both
 
-train = partial(train_parser, "robotics", "a diffusion policy on demonstrations", "encoder.prior=violin")
-compare = partial(compare_parser, "robotics")
+train = partial(train_parser, "robotics", "a diffusion policy on demonstrations", "encoder.prior=violin", imports=False)
+compare = partial(compare_parser, "robotics", imports=False)
 
 
 def convert() -> argparse.ArgumentParser:

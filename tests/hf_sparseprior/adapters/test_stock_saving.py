@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 from contextlib import nullcontext
 
 import peft
@@ -254,17 +255,39 @@ def test_the_readme_says_once_that_the_folder_needs_the_package(tmp_path):
     model = sp.apply_prior(STOCK["vit"].build(), "violin")
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n---\n")
-    assert "needs the Python package hf_sparseprior" in card
-    script = card.partition("```python\n")[2].partition("```")[0].replace("PATH_OR_NAME_OF_THIS_MODEL", str(tmp_path))
-    exec(script, loaded := {})
-    assert torch.equal(output(loaded["model"], "vit"), output(model, "vit"))
+    assert card.startswith("---\nlibrary_name: transformers\n---\n\n<!-- hf_sparseprior")
+    assert "needs the Python package hf_sparseprior" in card and "the prior `violin`" in card
+    scripts = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert [("trust_remote_code" in script, "import hf_sparseprior" in script) for script in scripts] == [
+        (True, False),
+        (False, True),
+    ]
+    for script in scripts:
+        exec(script.replace("PATH_OR_NAME_OF_THIS_MODEL", str(tmp_path)), loaded := {})
+        assert torch.equal(output(loaded["model"], "vit"), output(model, "vit"))
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == card
     own = b"# My model, \xff in no encoding"
     (tmp_path / "README.md").write_bytes(own)
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_bytes().startswith(own + b"\n\n# hf_sparseprior\n")
+    assert (tmp_path / "README.md").read_bytes().startswith(own + b"\n\n<!-- hf_sparseprior")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_bytes().count(b"# hf_sparseprior\n") == 1
+
+
+def test_the_readme_names_the_base_model_and_the_prior_that_is_there(tmp_path):
+    model = sp.apply_prior(STOCK["vit"].build(), "violin")
+    model.config._name_or_path = "facebook/deit-tiny-patch16-224"
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nmine\n")
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\nbase_model: facebook/deit-tiny-patch16-224\n---\n\n<!-- hf_sparseprior")
+    assert card.endswith("-->\n\nmine\n") and "the prior `violin`" in card
+    sp.apply_prior(sp.remove_prior(model), "bigbird").save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == card.replace("`violin`", "`bigbird`")
+    (tmp_path / "README.md").write_text("I import hf_sparseprior before I load this.\n")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "I import hf_sparseprior before I load this.\n"
 
 
 def test_a_quantized_model_keeps_its_own_quantization_config(tmp_path):

@@ -338,9 +338,9 @@ def test_where_the_package_is_missing_the_error_and_the_folder_name_it(make_conf
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert card.count("needs the Python package hf_sparseprior") == 1 and card.count("library_name: peft") == 1
-    script = (
-        card.rpartition("```python\n")[2].partition("```")[0].replace("PATH_OR_NAME_OF_THIS_ADAPTER", str(tmp_path))
-    )
+    opens, _, rest = card.split("---\n", 2)[2].partition("```python\n")
+    assert opens.strip().splitlines()[1] == "# hf_sparseprior" and "KeyError" in rest.partition("```")[0]
+    script = rest.partition("```")[0].replace("PATH_OR_NAME_OF_THIS_ADAPTER", str(tmp_path))
     exec(script, loaded := {"base_model": build("vit")})
     assert torch.equal(output(loaded["model"]), output(model))
     model.save_pretrained(tmp_path)

@@ -1,6 +1,7 @@
 """`sparseprior train`: what its arguments mean, and a run from photographs to a model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.adapters.stock_attention import stock_priors
 from hf_sparseprior.analysis.decays import learned_decays
+from hf_sparseprior.base import own_files
 from hf_sparseprior.classification import command
 from hf_sparseprior.classification.command import RECIPE, data_section, model_section, train_config
 from hf_sparseprior.classification.tuning import METHODS
@@ -30,7 +32,7 @@ from hf_sparseprior.cli import arguments
 from hf_sparseprior.images.model import build_model, check_pretrained
 from hf_sparseprior.runs.labels import LABELS
 from tasks.classification.evaluate import main as evaluate_main
-from tests.processes import ROOT
+from tests.processes import ROOT, run_script
 
 SMALL = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICK = ["trainer.use_cpu=true", "trainer.dataloader_num_workers=0", "trainer.disable_tqdm=true"]
@@ -82,6 +84,46 @@ def test_from_photographs_and_a_stock_model_to_ours(photos, deit, tmp_path, caps
     again = tmp_path / "again"
     assert run(photos, out, again, "--epochs", "1") == 0  # of a finished run
     assert json.loads((again / "run_config.json").read_text())["model"]["pretrained"] == str(out / "model")
+
+
+@pytest.mark.slow
+def test_a_support_of_the_users(photos, deit, own_file, tmp_path, capsys):
+    """Train, go on, predict, and evaluate by the code in the model's folder."""
+    out, options = tmp_path / "run", ["--prior", "cross+columns", "--epochs", "1"]
+    assert run(photos, deit, out, *options) == 2 and "'cross'" in capsys.readouterr().err and not out.exists()
+    imports = ["--import", str(own_file)]
+    assert run(photos, deit, out, *options, *imports) == 0
+    assert json.loads((out / "results.json").read_text())["prior"] == "cross+columns"
+    (out / "results.json").unlink()  # as if it had ended after its last checkpoint
+    shutil.rmtree(out / "model")
+    assert run(photos, deit, out, *options, *imports) == 0
+    assert json.loads((out / "results.json").read_text())["resumed_from"] == "checkpoint-3"
+    image = next(photos.rglob("*.png"))
+    assert main(["predict", str(out), str(image), "--out", str(tmp_path / "found.csv"), *imports]) == 0
+    assert (tmp_path / "found.csv").read_text().count(image.name) == 1
+    script = """
+import sys, transformers
+model = transformers.AutoModelForImageClassification.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert model.config.prior["support"]["name"] == "cross" and model.config.prior["decay"]["name"] == "columns"
+"""
+    run_script(script, str(out / "model"), folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_about_own_supports(photos, own_file, monkeypatch):
+    page = (ROOT / "docs" / "how-to" / "own-support.md").read_text()
+    block = page.partition("```python\n")[2].partition("```")[0]
+    own_file.write_text(block.partition("\nconfig =")[0])
+    monkeypatch.chdir(own_file.parent)
+    Path("photos").symlink_to(photos)
+    commands = page.partition("```sh\n")[2].partition("```")[0].splitlines()
+    assert [line.split()[1] for line in commands] == ["explain", "train", "predict", "export"]
+    for line in commands:
+        quick = ["--set", *QUICK, "trainer.max_steps=1", "model.image_size=32"] if " train " in line else []
+        assert main([*line.split()[1:], *quick]) == 0, line
+        sp.supports.SUPPORTS.pop("cross")  # each is a process of its own
+        own_files.IMPORTED.clear()
+    assert Path("labels.csv").read_text().count(".png") == 120 and Path("ready/own_cross.py").is_file()
 
 
 def test_a_stock_model_computes_the_same_as_ours(deit):

@@ -1,5 +1,7 @@
 """Model cards as the hub reads them: metrics in its own format, and a card that is uploaded with its model."""
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -72,6 +74,31 @@ def test_without_metrics_there_is_no_index(results):
     assert card.data.eval_results is None and "model-index" not in str(card) and card.data.tags == list(TAGS)
 
 
+@pytest.mark.parametrize(
+    ("started_from", "by_run", "base", "row"),
+    [
+        ("facebook/deit-small", False, "facebook/deit-small", "facebook/deit-small"),
+        ("runs/first", True, None, "first"),  # of a run it is a folder, which may be gone
+        ("/home/me/hub/models--google--vit-base/snapshots/0a1b/", True, "google/vit-base", "google/vit-base"),
+        ("/home/me/hub/models--google--vit-base/snapshots/0a1b", False, "google/vit-base", "google/vit-base"),
+        ("/home/me/runs/first/model", True, None, "model"),
+        ("/home/me/runs/first/model", False, None, None),
+        ("", True, None, None),
+        ("", False, None, None),
+    ],
+)
+def test_a_card_names_the_base_model(started_from, by_run, base, row):
+    config = make(prior="violin").config
+    results = {"config": {"model": {"pretrained": started_from or None}}} if by_run else None
+    if not by_run:
+        config._name_or_path = started_from
+    text = model_card(config, results)
+    assert header(text).get("base_model") == base and ModelCard(text).data.base_model == base
+    rows = [line for line in text.splitlines() if line.startswith("| base model")]
+    assert rows == ([] if row is None else [f"| base model | {row} |"])
+    assert "/home/me" not in text and "prior: violin" in text
+
+
 # ---- uploading ------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +165,9 @@ def test_a_stock_model_with_a_prior_says_what_it_needs_on_the_hub_too(hub):
     model.push_to_hub("model")
     text = hub["README.md"].decode()
     assert "needs the Python package hf_sparseprior" in text and "sparse_prior.safetensors" in hub
+    assert 'AutoModel.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL", trust_remote_code=True)' in text
+    named = {name.partition(".")[0] for name in json.loads(hub["config.json"])["auto_map"].values()}
+    assert named == {"modeling_stock_prior"} and "modeling_stock_prior.py" in hub and "adapters.py" in hub
     model.push_to_hub("model")
     assert hub["README.md"].decode().count("needs the Python package") == 1
     sp.remove_prior(model)

@@ -208,9 +208,9 @@ def test_a_contender_is_one_name(monkeypatch):
     assert set(commands.QUICK_CONTENDERS) <= set(gpu.gpu_contenders())
 
 
-def test_the_how_to_says_what_the_records_say():
+def test_the_page_says_what_the_records_say():
     folder = Path(gpu.__file__).parent / "results" / "gpu"
-    page = (Path(gpu.__file__).parents[2] / "docs" / "how-to" / "gpu.md").read_text()
+    page = (Path(gpu.__file__).parents[2] / "docs" / "gpu.md").read_text()
     calls = json.loads((folder / "records.json").read_text())["rows"]
     kernels = json.loads((folder / "graphs.json").read_text())["kernels"]
     passes = ("forward", "forward+backward")

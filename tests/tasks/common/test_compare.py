@@ -460,6 +460,20 @@ def test_a_queue_gives_the_same_records_though_a_run_is_killed(finished, tmp_pat
     assert "violin, seed 0: killed (signal 9); it is put back" in printed.err and "| violin | " in printed.out
 
 
+def test_a_file_of_the_users_is_imported_wherever_a_run_is_done(own_file, tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "files", {"cross": {"model": {"prior": "cross+columns"}}}, seeds=[0])
+    monkeypatch.setattr(compare, "do_run", killed_once)
+    Queue(IMPORTED, 1)
+    options = ["--config", str(path), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    assert compare_main(options) == 2  # nobody knows its names yet
+    assert "cross" in capsys.readouterr().err
+    assert compare_main([*options, "--import", str(own_file)]) == 0
+    out = tmp_path / "out" / "cross" / "seed0"
+    results = json.loads((out / "results.json").read_text())
+    assert results["resumed_from"] == "checkpoint-2" and results["prior"] == "cross+columns"
+    assert (out / "model" / "own_cross.py").is_file()
+
+
 def finish(folder, config, results, **changes):
     """Leave in a run's folder what a process of a queue would."""
     claim(folder, config)
