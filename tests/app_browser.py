@@ -1,6 +1,6 @@
 """The app in headless Chromium, for its tests, and its pictures in the docs: python -m tests.app_browser
 
-The pictures are docs/app_prior.png and docs/app_attention.png.
+The pictures are docs/app_attention.png, which the page opens with, and docs/app_prior.png.
 """
 
 from __future__ import annotations
@@ -158,32 +158,26 @@ class Page:
         with urllib.request.urlopen(address, timeout=30) as answer:
             return np.asarray(Image.open(io.BytesIO(answer.read())).convert("RGB"))
 
-    def screenshot(self, path: Path) -> None:
+    def screenshot(self, path: Path, colours: int = 64) -> None:
         """A picture of the page's top, with few colours."""
         time.sleep(2)  # until all is drawn
         self.driver.execute_script("window.scrollTo(0, 0)")
         time.sleep(0.5)
         image = Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
-        image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+        image.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def take_pictures() -> None:
-    """Draw what the docs show, with a photograph of scikit-image."""
-    from skimage import data
-
-    with tempfile.TemporaryDirectory() as folder, served("vit_small fibottention", "vit_small violin") as address:
-        photo = Path(folder) / "cat.png"
-        Image.fromarray(data.chelsea()).save(photo)
-        with Page(address, 1100, 1250) as page:
-            page.click("#show_prior")
-            page.pictures("#prior_pictures")
-            page.screenshot(DOCS / "app_prior.png")
-            page.tab("Attention")
-            page.wait(lambda: page.all("#image input[type=file]"), "upload")[0].send_keys(str(photo))
-            page.pictures("#image")
-            page.click("#look")
-            page.pictures("#attention_picture")
-            page.screenshot(DOCS / "app_attention.png")
+    """Draw what the docs show: the page as it opens, and a prior."""
+    with served() as address, Page(address, 1300, 1130) as page:
+        for name in ("first", "second"):
+            page.pictures(f"#{name}_picture")
+            page.wait(lambda name=name: "measuring" not in page.all(f"#{name}_time")[0].text, "times")
+        page.screenshot(DOCS / "app_attention.png", 128)
+        page.tab("Prior")
+        page.click("#show_prior")
+        page.pictures("#prior_pictures")
+        page.screenshot(DOCS / "app_prior.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`python -m hf_sparseprior app [MODEL [MODEL]]`: priors, attention and times in a browser. Needs gradio.
+"""`python -m hf_sparseprior app [MODEL [MODEL]]`: what a patch of a photo sees, and times, in a browser. Needs gradio.
+
+The page opens with two models on an example photo. Their pictures are drawn while the server starts; their times are
+measured after that, and the table on the page fills row by row.
 
 The functions behind it are in `app_figures`. Each answer is a folder of its own below a temporary one, which is removed
 when the app ends. The page asks no other server: fonts are the system's, and gradio's statistics are off.
@@ -10,12 +13,14 @@ import argparse
 import inspect
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hf_sparseprior.analysis import app_figures
 from hf_sparseprior.base.families import presets
@@ -23,7 +28,7 @@ from hf_sparseprior.cli.command import USER_ERRORS, one_line
 from hf_sparseprior.cli.image_files import decode_image
 from hf_sparseprior.priors.prior import prior_names
 
-MODELS = ("vit_tiny fibottention", "vit_tiny violin")  # if none are given
+MODELS = ("vit_small dense", "vit_small fibottention")  # if none are given
 MOST_HEADS, MOST_PIXELS, MOST_SIZES, MOST_UPLOADED = 32, 2048, 8, "20mb"
 CSS = "#prior_pictures .thumbnail-item {aspect-ratio: auto} #prior_pictures .grid-wrap {max-height: none}"
 VIEW = ["download", "fullscreen"]
@@ -71,7 +76,7 @@ def build(folder: Path, models: list[str] | None = None) -> Any:
 
     Args:
         folder: where pictures are written.
-        models: up to two models of the page on attention, as of `app_figures.open_model`; default `MODELS`.
+        models: up to two models that the page opens with, as of `app_figures.open_model`; default `MODELS`.
 
     Raises:
         ValueError, OSError: for a model that cannot be opened.
@@ -81,26 +86,41 @@ def build(folder: Path, models: list[str] | None = None) -> Any:
         app_figures.open_model(model)  # one line now instead of an error on the page
     first, second = [*(models or MODELS), ""][:2]
 
+    photo = str(app_figures.example_photo())
+    start = ThreadPoolExecutor(1).submit(show_attention, _new_folder(folder), photo, first, second, 1, 0, 0)
+
     def answering(function: Callable) -> Callable:
         @wraps(function)
         def answer(*given: Any) -> Any:
             try:
-                return function(Path(tempfile.mkdtemp(dir=folder)), *given)
+                return function(_new_folder(folder), *given)
             except USER_ERRORS as error:
                 raise gradio.Error(one_line(error), print_exception=False) from None
 
+        @wraps(function)
+        def stream(*given: Any) -> Any:
+            try:
+                yield from function(_new_folder(folder), *given)
+            except USER_ERRORS as error:
+                raise gradio.Error(one_line(error), print_exception=False) from None
+
+        made = stream if inspect.isgeneratorfunction(function) else answer
         # gradio counts arguments, and finds the one for progress by its default.
         signature = inspect.signature(function)
         shown = list(signature.parameters.values())[1:]
-        answer.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        return answer
+        made.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return made
 
     with gradio.Blocks(title="hf_sparseprior", analytics_enabled=False) as app:
         gradio.Markdown("# hf_sparseprior\nSparse attention and spatial priors of vision transformers.")
+        _photo_page(gradio, app, answering, (first, second), photo, start)
         _prior_page(gradio, answering)
-        _attention_page(gradio, answering, first, second)
         _time_page(gradio, answering)
     return app
+
+
+def _new_folder(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=folder))
 
 
 def whole(value: float | None, name: str, low: int, high: int) -> int:
@@ -147,27 +167,57 @@ def show_prior(
     return text, [str(path) for path in written]
 
 
-def _attention_page(gradio: Any, answering: Callable, first: str, second: str) -> None:
-    label = "folder of a saved model, or PRESET PRIOR for random weights"
-    with gradio.Tab("Attention", id="attention"):
-        gradio.Markdown(
-            "What each head can see from a patch of your image, and what it looks at. A model of random weights shows "
-            "its prior, not what attention learns."
-        )
-        with gradio.Row():
+def _photo_page(
+    gradio: Any, app: Any, answering: Callable, models: Sequence[str], photo: str, start: Future[list[str]]
+) -> None:
+    with gradio.Tab("Photo", id="photo"), gradio.Row():
+        with gradio.Column(scale=3, min_width=320), gradio.Row():
+            places, times, pictures = [], [], []
+            for name, model in zip(("first", "second"), models, strict=True):
+                with gradio.Column(min_width=300, visible=bool(model)) as place:
+                    times.append(gradio.Markdown(f"#### `{model}`\nmeasuring ...", elem_id=f"{name}_time"))
+                    options = {"label": f"{name} model", "show_label": False, "elem_id": f"{name}_picture"}
+                    pictures.append(gradio.Image(type="filepath", buttons=VIEW, **options))
+                places.append(place)
+        with gradio.Column(scale=1, min_width=280):
             # As a file: gradio's own reading cuts off 16-bit images.
-            image = gradio.Image(type="filepath", image_mode=None, label="image", height=220, elem_id="image")
-            with gradio.Column():
-                first_box = gradio.Textbox(first, label=f"first model: {label}")
-                second_box = gradio.Textbox(second, label="second model, or nothing")
-                with gradio.Row():
-                    layer = gradio.Number(1, precision=0, label="layer, from 1", min_width=120)
-                    row = gradio.Number(0, precision=0, label="row of the patch, 0: middle", min_width=120)
-                    column = gradio.Number(0, precision=0, label="column of the patch", min_width=120)
-        button = gradio.Button("Look", elem_id="look")
-        shown = gradio.Image(label="attention", type="filepath", buttons=VIEW, elem_id="attention_picture")
-        inputs = [image, first_box, second_box, layer, row, column]
-        button.click(answering(show_attention), inputs, shown, api_name="attention")
+            image = gradio.Image(
+                photo, type="filepath", image_mode=None, label="your image", height=220, elem_id="image"
+            )
+            boxes = [
+                gradio.Textbox(models[0], label="first model: a folder, or PRESET PRIOR for random weights"),
+                gradio.Textbox(models[1], label="second model, or nothing"),
+            ]
+            with gradio.Row():
+                layer = gradio.Number(1, precision=0, label="layer", min_width=70)
+                row = gradio.Number(0, precision=0, label="row", min_width=70)
+                column = gradio.Number(0, precision=0, label="column", min_width=70)
+            button = gradio.Button("Look", elem_id="look", variant="primary")
+            gradio.Markdown(
+                "Row and column choose the framed patch, from 1; 0 and 0 are the middle. Random weights show a prior, "
+                "not what attention learns. Times: one image, forward, float32, "
+                f"{threads()}, measured on this machine."
+            )
+
+        def opening(out: Path) -> list[Any]:
+            return _two_pictures(gradio, start.result())
+
+        def look(out: Path, *given: Any) -> list[Any]:
+            return _two_pictures(gradio, show_attention(out, *given))
+
+        inputs, outputs = [image, *boxes, layer, row, column], [*pictures, places[1]]
+        timed = answering(show_model_times)
+        opened = app.load(answering(opening), None, outputs, api_visibility="private")
+        opened.success(timed, boxes, times, api_name="model_times")
+        for happens, name in ((button.click, "attention"), (image.upload, "attention_of_upload")):
+            looked = happens(answering(look), inputs, outputs, api_name=name)
+            looked.success(timed, boxes, times, api_visibility="private")
+
+
+def _two_pictures(gradio: Any, paths: Sequence[str]) -> list[Any]:
+    """Both pictures, and whether the place of the second one is shown."""
+    first, second = [*paths, None][:2]
+    return [first, second, gradio.update(visible=second is not None)]
 
 
 def show_attention(
@@ -178,19 +228,56 @@ def show_attention(
     layer: float | None,
     row: float | None,
     column: float | None,
-) -> str:
-    """The picture of the attention of one or two models over the image in a file."""
+) -> list[str]:
+    """The pictures of the attention of one or two models over the image in a file."""
     if image is None:
         raise ValueError("give an image")
     number = whole(layer, "layer", 1, MOST_LAYERS)
     place = whole(row, "row", 0, MOST_PLACES), whole(column, "column", 0, MOST_PLACES)
     if (place[0] == 0) != (place[1] == 0):
         raise ValueError(f"row {place[0]}, column {place[1]}: give both, from 1 on, or 0 and 0 for the middle")
-    if not (given := [name for name in (first, second) if name.strip()]):
-        raise ValueError("give a model")
-    models = [app_figures.open_model(name) for name in given]
+    models = _open_models(first, second)
     pixels = np.asarray(decode_image(image, Path(image).name))
-    return str(app_figures.attention_picture(pixels, models, out, number, place if all(place) else None))
+    query = place if all(place) else None
+    return [
+        str(app_figures.attention_picture(pixels, opened, out / f"model{count}.png", number, query))
+        for count, opened in enumerate(models, start=1)
+    ]
+
+
+def _open_models(*names: str) -> list[app_figures.Opened]:
+    """One or two models.
+
+    Raises:
+        ValueError: for none.
+    """
+    if not (given := [name for name in names if name.strip()]):
+        raise ValueError("give a model")
+    return [app_figures.open_model(name) for name in given]
+
+
+def show_model_times(out: Path, first: str, second: str) -> Iterator[tuple[str, str]]:
+    """The times of one or two models as text of the page, again with each time that is measured."""
+    opened = _open_models(first, second)
+    for rows in app_figures.model_times(opened):
+        texts = [times_text(rows[number]) for number in range(len(opened))]
+        yield texts[0], "".join(texts[1:])
+
+
+def times_text(rows: Sequence[app_figures.ModelTime]) -> str:
+    """Milliseconds of one model over the sizes of images, as Markdown."""
+    parts = [
+        f"{row.size[0]} x {row.size[1]} px: "
+        + ("measuring ..." if row.seconds is None else f"**{1000 * row.seconds:.0f} ms**")
+        for row in rows
+    ]
+    return f"#### `{rows[0].name}`\n{', '.join(parts)}"
+
+
+def threads() -> str:
+    """How many threads models run with."""
+    count = torch.get_num_threads()
+    return f"{count} CPU thread{'s' if count > 1 else ''}"
 
 
 def _time_page(gradio: Any, answering: Callable) -> None:

