@@ -1,7 +1,7 @@
 """Pictures of README, concepts and architecture: python docs/site/pictures.py [FOLDER] (by default docs/).
 
 `idea.png`, `concept_pairs.png` and `concept_parts.png` are made from the patterns themselves, `speed.png` from the
-records of `tasks.benchmark backbones`, and `architecture.png` from the imports of the library.
+records of `tasks.benchmark backbones` and of an H100, and `architecture.png` from the imports of the library.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from concept_pictures import draw_pairs, draw_parts
@@ -21,6 +22,7 @@ from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "tasks" / "benchmark" / "results" / "backbones" / "records.json"
+GPU_RECORDS = ROOT / "tasks" / "benchmark" / "results" / "gpu" / "graphs.json"
 
 
 def patch_views() -> dict[str, np.ndarray]:
@@ -64,10 +66,20 @@ def seconds(model: str, prior: str) -> dict[int, list[float]]:
     return rounds
 
 
+def gpu_milliseconds(prior: str) -> dict[int, float]:
+    """An image's share of a training step of ViT-S on an H100, in CUDA graphs, by the image's side."""
+    return {
+        entry["pixels"]: entry["ms"] / entry["batch"]
+        for entry in json.loads(GPU_RECORDS.read_text(encoding="utf-8"))["models"]
+        if (entry["prior"], entry["pass"], entry["mode"]) == (prior, "training step", "CUDA graphs")
+    }
+
+
 def draw_speed(path: Path) -> Path:
-    """Seconds an image over its size, of two whole models, dense and with Fibottention."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
-    for axis, (model, title) in zip(axes, {"vit_small": "ViT-S/16", "vit_base": "ViT-B/16"}.items(), strict=True):
+    """Time of an image over its size, of whole models, dense and with Fibottention, on a CPU and on a GPU."""
+    figure, axes = pyplot().subplots(1, 3, figsize=(11.4, 3.4), layout="constrained", width_ratios=[1, 1, 0.75])
+    models = {"vit_small": "ViT-S/16, CPU", "vit_base": "ViT-B/16, CPU"}
+    for axis, (model, title) in zip(axes[:2], models.items(), strict=True):
         dense, ours = seconds(model, "dense"), seconds(model, "fibottention")
         for rounds, label, colour in ((dense, "dense", INK), (ours, "Fibottention", ACCENT)):
             values = [median(times) for times in rounds.values()]
@@ -85,7 +97,27 @@ def draw_speed(path: Path) -> Path:
         axis.set(xlabel="side of the image, pixels", xticks=list(dense), xlim=(250, 1980), ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("seconds per image\n(forward pass, one CPU core)")
+    draw_gpu_speed(axes[2])
     return save(figure, path)
+
+
+def draw_gpu_speed(axis: Any) -> None:
+    """The panel of the GPU."""
+    dense, ours = gpu_milliseconds("dense"), gpu_milliseconds("fibottention")
+    for values, label, colour in ((dense, "dense\n(flash)", INK), (ours, "Fibot-\ntention", ACCENT)):
+        sizes = sorted(values)
+        axis.plot(sizes, [values[size] for size in sizes], "o-", color=colour, linewidth=2)
+        place = {"textcoords": "offset points", "color": colour, "va": "center"}
+        axis.annotate(label, (sizes[-1], values[sizes[-1]]), (8, 0), **place)
+    largest = max(ours)
+    axis.vlines(largest, ours[largest], dense[largest], color="0.6", linestyle=":")
+    said = f"{dense[largest] / ours[largest]:.1f}x\nas fast"
+    middle = (dense[largest] + ours[largest]) / 2
+    axis.annotate(said, (largest, middle), (5, 0), textcoords="offset points", va="center")
+    axis.set_title("ViT-S/16, H100 GPU", fontsize=11)
+    axis.set(xlabel="side of the image, pixels", xticks=sorted(dense), xlim=(150, 1330), ylim=(0, None))
+    axis.set_ylabel("milliseconds per image\n(training step, CUDA graphs)")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def imports_of_rooms() -> dict[str, dict[str, int]]:
