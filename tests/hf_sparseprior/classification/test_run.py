@@ -234,7 +234,7 @@ def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
     load = demo.load_config
     few = ["data.limit_train=32", "data.limit_validation=32", "data.limit_test=32"]
     few += ["trainer.num_train_epochs=1", "trainer.per_device_train_batch_size=16"]
-    monkeypatch.setattr(demo, "load_config", lambda path: load(path, few))
+    monkeypatch.setattr(demo, "load_config", lambda path, given=(): load(path, [*given, *few]))
 
     def reload(command, **options):
         """In a process that has imported transformers already, and has no package to import."""
@@ -242,17 +242,18 @@ def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):
         return run_script(*command[2:], folder=tmp_path)
 
     monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=reload))
-    assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
+    command = ["--out", str(tmp_path), "--data", "digits", "--seeds", "1"]
+    assert demo.main(command) == 0
     text = capsys.readouterr().out
     for prior in demo.PRIORS:
         assert f"| {prior} |" in text
     for picture in ("support", "curves", "decay", "attention", "results"):
-        assert (tmp_path / f"{picture}.png").stat().st_size > 5000
+        assert (tmp_path / "digits" / f"{picture}.png").stat().st_size > 5000
     assert "from transformers_modules, logits bit-equal: True" in text
     # A second call trains nothing. Its pictures are drawn and left empty.
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **settings: None)
     monkeypatch.setattr(task, "read_data", lambda *a: pytest.fail("trained again"))
-    assert demo.main(["--out", str(tmp_path), "--seeds", "1"]) == 0
+    assert demo.main(command) == 0
 
 
 # ---- what a run does to its folder ----------------------------------------------------------------------------------
