@@ -79,7 +79,8 @@ def borrow_packages(python: Path) -> None:
 
 def install_from(index: str, python: Path, what: str = f"{NAME}[classification]") -> None:
     """`pip install hf_sparseprior`, from this index alone."""
-    words = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--index-url", index]
+    # Isolated: an editable checkout that it starts in would count as installed.
+    words = [python, "-I", "-m", "pip", "install", "--quiet", "--no-cache-dir", "--index-url", index]
     output([*words, what], env={**os.environ, "PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": os.devnull})
 
 

@@ -145,9 +145,12 @@ def check_loader(content: Mapping[str, Any]) -> None:
 def _check_auto_map(content: Mapping[str, Any]) -> None:
     """Refuse what the Auto classes cannot look into."""
     classes = content.get("auto_map", {})
-    for auto_class, name in classes.items() if isinstance(classes, dict) else [("", None)]:
+    for auto_class, given in classes.items() if isinstance(classes, dict) else [("", 0)]:
+        names = given if isinstance(given, list) else [given]  # [slow, fast] of image processors and tokenizers
         if (
-            not isinstance(name, (str, list))
+            not names
+            or not all(name is None or isinstance(name, str) for name in names)
+            or names == [None]
             or not auto_class.startswith("Auto")
             or not hasattr(transformers, auto_class)
         ):

@@ -22,6 +22,7 @@ class RoboticsTask:
     """
 
     name = "robotics"
+    module = __name__
     sections = SECTIONS
     metric = "test_success"
     also = ()

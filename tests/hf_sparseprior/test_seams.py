@@ -333,7 +333,7 @@ def test_a_family_brings_its_presets(toy_family):
     assert presets()["toy_tiny"] is preset_family("toy_tiny") is toy_family
     assert presets()["deit_tiny"] is FAMILIES["sparseprior_vit"]
     assert toy_family.make_config("toy_tiny", prior="violin").grid == (4, 4)
-    with pytest.raises(ValueError, match=r"preset='toy_tini' must be one of vit_tiny, .*, toy_tiny$"):
+    with pytest.raises(ValueError, match=r"preset='toy_tini' must be one of vit_tiny, .*; did you mean 'toy_tiny'\?$"):
         preset_family("toy_tini")
 
 

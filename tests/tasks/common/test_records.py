@@ -206,7 +206,7 @@ def table_again(folder):
     kept = read_records(folder)
     results = {row: list(kept[row].values()) for row, *_ in lines}
     of = {f"{label(metric)}, %": metric for metric in results[lines[0][0]][0]["metrics"]}
-    [metric] = [of[name] for name in of if columns[1].startswith(f"{name}, mean")]
+    [metric] = [of[name] for name in of if columns[1] == name or columns[1].startswith(f"{name}, mean")]
     also = [of[name] for name in columns[2:] if name in of and of[name] not in COVERAGE]
     parts = [table(results, metric, also)]
     if first := re.search("minus (.+?), points, by seed", text):
