@@ -63,7 +63,7 @@ class AdapterType(str, enum.Enum):  # noqa: UP042, peft's own types are of this 
 DECAY_HELP = (
     "The decay: 'violin', another name of hf_sparseprior.patterns.decay.DECAYS, or a dict of a name and settings, as "
     "in a prior, e.g. {'name': 'violin', 'curves': ['hilbert', 'hilbert_t'], 'init': 'moving'}. Unless it says "
-    "otherwise, `init` is 'growing', which leaves the model's output as it is to 1e-5 and lets M move; with a gamma "
+    "otherwise, `init` is 'growing', which does not change the model's output (to 1e-5) and lets M move; with a gamma "
     "or learn_beta=False it is 'identity'. Saved with every setting."
 )
 TIME_HELP = (

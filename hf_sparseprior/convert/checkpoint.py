@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import os
 import shutil
@@ -251,7 +252,20 @@ def foreign_fields(folder: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ValueError, OSError: as `convert_checkpoint`.
     """
-    return _read_as_ours(folder, None)[1]
+    return copy.deepcopy(_foreign(str(folder), _stamp(folder))[0])
+
+
+def _stamp(folder: str | os.PathLike) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of the files in a folder, by which a changed one is noticed."""
+    entries = sorted(os.scandir(str(folder)), key=lambda entry: entry.name)
+    return tuple((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+
+
+@functools.lru_cache(maxsize=4)
+def _foreign(folder: str, stamp: tuple[tuple[str, int, int], ...]) -> tuple[dict[str, Any], bool]:
+    """Fields of our config, and whether attention pools. A run asks several times, and each reads all weights."""
+    weights, fields, _ = _read_as_ours(folder, None)
+    return fields, any(key.startswith(ATTENTION_POOLING) for key in weights)
 
 
 @contextmanager
@@ -262,7 +276,7 @@ def converted(folder: str | os.PathLike) -> Iterator[Path]:
     Raises:
         ValueError, OSError: as `convert_checkpoint`.
     """
-    pooled = any(key.startswith(ATTENTION_POOLING) for key in _read_as_ours(folder, None)[0])
+    pooled = _foreign(str(folder), _stamp(folder))[1]
     with tempfile.TemporaryDirectory() as scratch:
         convert_checkpoint(folder, Path(scratch, "model"), drop_classifier=pooled)
         yield Path(scratch, "model")

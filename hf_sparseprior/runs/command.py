@@ -11,7 +11,7 @@ from hf_sparseprior.cli.image_files import PassedOver, printable
 
 
 class RunStopped(Exception):
-    """The run was told to end (SIGTERM) and saved a checkpoint from which it goes on."""
+    """SIGTERM ended the run, which saved a checkpoint and goes on from there."""
 
 
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:

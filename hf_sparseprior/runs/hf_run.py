@@ -35,7 +35,7 @@ from hf_sparseprior.runs.config import FINAL, LENGTHS, Config, load_sections
 from hf_sparseprior.runs.label_reports import REPORTS, Report, SeveralReport, validation_measure
 from hf_sparseprior.runs.labels import CLASSES, METRICS, NUMBERS, SEVERAL
 from hf_sparseprior.runs.metrics import compute_metrics, confusion_matrix, pack_correct, what_was_not_learned
-from hf_sparseprior.runs.minutes import MOST_STEPS, copied, follow_plan
+from hf_sparseprior.runs.minutes import MOST_STEPS, copied, follow_plan, global_batch
 from hf_sparseprior.runs.models import about_model, merged, save_adapter, trainable_parameters
 from hf_sparseprior.runs.plots import draw_confusion, draw_history
 from hf_sparseprior.runs.processes import check_joined, join_on_cpu
@@ -479,11 +479,6 @@ def make_trial(task: HFTask, config: Config, prepared: Prepared, folder: str) ->
     section |= {"eval_strategy": "no", "save_strategy": "no", "logging_strategy": "no"}
     section |= {"load_best_model_at_end": False, "early_stopping": None}
     return make_trainer(copied(prepared), trainer_arguments(section, task.trainer_defaults))
-
-
-def global_batch(arguments: Any) -> int:
-    """Examples in a step, over all processes and accumulation."""
-    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
 
 
 def draw_sampler(size: int, arguments: Any, repeats: int = 1, labels: np.ndarray | None = None) -> DrawSampler:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from hf_sparseprior.base.files import write_text
@@ -84,8 +84,12 @@ def follow_plan(trainer: Any, minutes: float, out: Path, make_trial: Callable[[s
             steps and saves and evaluates nothing.
 
     Raises:
-        ValueError: for a time in which not a single step can be done.
+        ValueError: for a time in which not a single step can be done, and for a stream.
     """
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise ValueError(
+            f"trainer.minutes={minutes:g} needs examples in any order, not a stream; set trainer.max_steps instead"
+        )
     plan = None
     if trainer.is_world_process_zero() and (out / PLAN).is_file():
         plan = Plan(**read_json_object(out / PLAN))
@@ -139,8 +143,12 @@ def _steps_between_evaluations(trainer: Any) -> int:
     args = trainer.args
     if args.eval_strategy == "steps" and args.eval_steps >= 1:
         return int(args.eval_steps)
-    batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-    return max(1, math.ceil(len(trainer.train_dataset) / batch))
+    return max(1, math.ceil(len(trainer.train_dataset) / global_batch(args)))
+
+
+def global_batch(arguments: Any) -> int:
+    """Examples in a step, over all processes and accumulation."""
+    return arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
 
 
 def _seconds_of(trial: Any, data: Any) -> float:

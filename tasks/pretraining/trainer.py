@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from hf_sparseprior.priors.prior import is_prior_weight
-from hf_sparseprior.runs.hf_run import global_batch
+from hf_sparseprior.runs.minutes import global_batch
 from hf_sparseprior.training import SparsePriorTrainer
 from tasks.pretraining.config import DinoConfig
 from tasks.pretraining.dino import Dino

@@ -139,7 +139,7 @@ def test_a_stock_model_computes_the_same_as_ours(deit):
 
 @pytest.fixture(scope="module")
 def beit(tmp_path_factory):
-    """A small BEiT of transformers, of which we have no counterpart."""
+    """A small BEiT of transformers; no family of ours is its counterpart."""
     folder = tmp_path_factory.mktemp("stock") / "beit"
     BeitForImageClassification(BeitConfig(**SMALL, intermediate_size=48, num_labels=3)).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.classification.task import CLASSIFICATION
@@ -100,6 +101,13 @@ def test_a_trial_measures_a_copy(tmp_path):
     assert plan.steps > 100 and 0 < plan.seconds_per_step < 20 and plan.seconds_of_test > 0
     assert all(value.equal(before[name]) for name, value in prepared.model.state_dict().items())
     assert trainer.state.global_step == 0 and prepared.train_sampler is trainer.train_sampler
+
+
+def test_a_stream_is_refused(tmp_path):
+    stream = SimpleNamespace(train_dataset=type("Stream", (IterableDataset,), {"__iter__": None})())
+    with pytest.raises(ValueError, match=r"trainer\.minutes=2 needs examples in any order, not a stream; set"):
+        module.follow_plan(stream, 2, tmp_path, None)
+    assert not any(tmp_path.iterdir())
 
 
 def test_too_short_a_time_leaves_nothing(tmp_path):
