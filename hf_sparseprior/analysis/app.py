@@ -1,6 +1,6 @@
 """`python -m hf_sparseprior app [MODEL [MODEL]]`: what a patch of a photo sees, and times, in a browser. Needs gradio.
 
-The page opens with two models on an example photo. Their pictures are drawn while the server starts; their times are
+The page opens with two models on an example photo. Their pictures are drawn before the server starts; their times are
 measured after that, and the table on the page fills row by row.
 
 The functions behind it are in `app_figures`. Each answer is a folder of its own below a temporary one, which is removed
@@ -13,8 +13,8 @@ import argparse
 import inspect
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ MOST_HEADS, MOST_PIXELS, MOST_SIZES, MOST_UPLOADED = 32, 2048, 8, "20mb"
 CSS = "#prior_pictures .thumbnail-item {aspect-ratio: auto} #prior_pictures .grid-wrap {max-height: none}"
 VIEW = ["download", "fullscreen"]
 MOST_LAYERS = MOST_PLACES = 10_000  # the models say what they have
+# transformers changes torch.nn.init while it makes a model, and two threads at once can leave it changed.
+_OPENING = threading.Lock()
 
 
 def import_gradio() -> Any:
@@ -82,12 +84,10 @@ def build(folder: Path, models: list[str] | None = None) -> Any:
         ValueError, OSError: for a model that cannot be opened.
     """
     gradio = import_gradio()
-    for model in models or []:
-        app_figures.open_model(model)  # one line now instead of an error on the page
     first, second = [*(models or MODELS), ""][:2]
-
     photo = str(app_figures.example_photo())
-    start = ThreadPoolExecutor(1).submit(show_attention, _new_folder(folder), photo, first, second, 1, 0, 0)
+    # Here, so that a model that cannot be opened is one line now instead of an error on the page.
+    drawn = show_attention(_new_folder(folder), photo, first, second, 1, 0, 0)
 
     def answering(function: Callable) -> Callable:
         @wraps(function)
@@ -113,7 +113,7 @@ def build(folder: Path, models: list[str] | None = None) -> Any:
 
     with gradio.Blocks(title="hf_sparseprior", analytics_enabled=False) as app:
         gradio.Markdown("# hf_sparseprior\nSparse attention and spatial priors of vision transformers.")
-        _photo_page(gradio, app, answering, (first, second), photo, start)
+        _photo_page(gradio, app, answering, (first, second), photo, drawn)
         _prior_page(gradio, answering)
         _time_page(gradio, answering)
     return app
@@ -168,7 +168,7 @@ def show_prior(
 
 
 def _photo_page(
-    gradio: Any, app: Any, answering: Callable, models: Sequence[str], photo: str, start: Future[list[str]]
+    gradio: Any, app: Any, answering: Callable, models: Sequence[str], photo: str, drawn: Sequence[str]
 ) -> None:
     with gradio.Tab("Photo", id="photo"), gradio.Row():
         with gradio.Column(scale=3, min_width=320), gradio.Row():
@@ -200,7 +200,7 @@ def _photo_page(
             )
 
         def opening(out: Path) -> list[Any]:
-            return _two_pictures(gradio, start.result())
+            return _two_pictures(gradio, drawn)
 
         def look(out: Path, *given: Any) -> list[Any]:
             return _two_pictures(gradio, show_attention(out, *given))
@@ -253,7 +253,8 @@ def _open_models(*names: str) -> list[app_figures.Opened]:
     """
     if not (given := [name for name in names if name.strip()]):
         raise ValueError("give a model")
-    return [app_figures.open_model(name) for name in given]
+    with _OPENING:
+        return [app_figures.open_model(name) for name in given]
 
 
 def show_model_times(out: Path, first: str, second: str) -> Iterator[tuple[str, str]]:

@@ -104,15 +104,18 @@ def _draw_classifiers(model: Any, names: Sequence[str], std: float) -> None:
 
     They follow from torch's seed alone. Otherwise a decay, which draws before them, would make runs of one seed differ
     by their prior.
+
+    Loaded weights carry a flag of transformers, and two threads that load models at the same time can leave its version
+    of `torch.nn.init` in place, which skips what has the flag: so the values are drawn into new tensors.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
         for classifier in map(model.get_submodule, names):
+            drawn = torch.zeros_like(classifier.weight)
             if std > 0:
-                torch.nn.init.trunc_normal_(classifier.weight, std=std)
-            else:
-                torch.nn.init.zeros_(classifier.weight)
-            torch.nn.init.zeros_(classifier.bias)
+                torch.nn.init.trunc_normal_(drawn, std=std)
+            classifier.weight.copy_(drawn)
+            classifier.bias.zero_()
 
 
 def check_model(model: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from transformers.initialization import guard_torch_init_functions
 
 from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.images.config import DataConfig
@@ -127,7 +128,7 @@ MODEL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "i
          "patch_size": 4}  # fmt: skip
 
 
-def test_the_classifier_starts_anew_with_its_own_deviation(tmp_path):
+def test_the_classifier_starts_anew_with_another_deviation(tmp_path):
     classes = [str(label) for label in range(397)]
     saved = build_model(dict(MODEL), classes)
     torch.nn.init.ones_(saved.classifier.bias)
@@ -140,6 +141,9 @@ def test_the_classifier_starts_anew_with_its_own_deviation(tmp_path):
         assert torch.equal(value, other) == (not name.startswith("classifier."))
     kept = build_model({"pretrained": str(tmp_path)}, classes)
     assert torch.equal(kept.classifier.weight, saved.classifier.weight)
+    with guard_torch_init_functions():  # as two threads that load models can leave torch.nn.init
+        guarded = build_model({"pretrained": str(tmp_path), "classifier_init_std": 0.0}, classes)
+    assert not guarded.classifier.weight.any() and not guarded.classifier.bias.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"classifier_init_std": 0.1}])
