@@ -195,7 +195,7 @@ HEADLINES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     ),
     "OpenVINO": (r"\(([\d.]+) times OpenVINO, one round\)", lambda: [f"{against_openvino(1024):.1f}"]),
     "from scratch": (
-        r"From scratch ([\d.]+) points below dense \(not significant\); ([\d.]+) with larger batches",
+        r"from scratch ([\d.]+) points below dense \(not significant\); ([\d.]+) with larger batches",
         lambda: [points("fib_table2_paired", "fibottention", significant=False), points("fib_batch", "fibottention")],
     ),
     "families": (
