@@ -15,7 +15,9 @@ from tasks.common.records import read_records
 
 ROOT = Path(__file__).parents[1]
 CHOOSE = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
-README = re.sub(r"```.*?```|!\[[^\]]*\]|<img [^>]*>", "SNIPPET", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+README = re.sub(
+    r"```.*?```|!\[[^\]]*\]|<img [^>]*>", "SNIPPET", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+)
 TEXT = README + CHOOSE
 BENCHMARK = ROOT / "tasks" / "benchmark" / "results"
 CLASSIFICATION = ROOT / "tasks" / "classification" / "results"

@@ -342,7 +342,7 @@ def show_times(
     measure: bool,
     say: Callable[[float, str], None] = lambda share, line: None,
 ) -> tuple[list[list[Any]], str]:
-    """Table and picture of the times. `say` is told the share that is done, and what comes next."""
+    """Table and picture of the times. `say` is called with the share that is done, and what comes next."""
     if bad := [text for text in sizes.split() if not (text.isascii() and text.isdecimal())]:
         raise ValueError(f"sizes: {bad[0]!r} must be a number of pixels")
     pixels = [whole(int(text), "sizes", 1, MOST_PIXELS) for text in sizes.split()]

@@ -223,7 +223,7 @@ def time_table(
         sizes: pixels a side.
         out: folder of the picture.
         measure: also time the whole model, not only predict from less deep ones.
-        say: is told the share that is done, and what comes next.
+        say: is called with the share that is done, and what comes next.
 
     Returns:
         Rows [prior, pixels, seconds predicted, seconds measured or None], and the picture.
