@@ -75,8 +75,8 @@ CONTENDERS = {
         Contender("neighborhood", "the 7x7 patches around each", prior="neighborhood"),
         Contender(
             "longformer",
-            "a sliding window of 10, as many keys as Fibottention has at 1,024 tokens",
-            prior={"support": {"name": "longformer", "w": 10}},
+            "a sliding window of 8 patches, as many keys as Fibottention has",
+            prior={"support": {"name": "longformer", "w": 8}},
         ),
         Contender("tome", "token merging", prior="tome"),
         Contender("fibottention", "Fibottention, w_max 65", prior=FIBOTTENTION),

@@ -208,13 +208,14 @@ class Canvases:
         self.pool, self.side, self.label, self.seed = pool, check_integer("side", side, PIECE), label, seed
         self.classes, self.objects = LABELS[label]
         self.object_px = pool.pixels.shape[1]
-        # An eighth of each cell is left for its shift, rounded so that one object fits into a canvas of its own size.
-        self.cells = side // -(-self.object_px * 8 // 7) or side // self.object_px
-        if self.cells**2 < self.objects:
+        # Fewer rows and columns leave more room to shift them: at least an eighth of each, of one object all of it.
+        room = side // -(-self.object_px * 8 // 7) or side // self.object_px
+        if room**2 < self.objects:
             raise ValueError(
-                f"side={side} has room for {self.cells**2} objects of {self.object_px} pixels, and label {label!r} "
+                f"side={side} has room for {room**2} objects of {self.object_px} pixels, and label {label!r} "
                 f"needs {self.objects}"
             )
+        self.cells = min(room, self.objects)
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Images `first` to `first + count - 1`: uint8 (B, 1, S, S) and labels, int64 (B,)."""
