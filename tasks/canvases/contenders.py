@@ -131,7 +131,7 @@ class Group:
     """Runs with the same images.
 
     variant: a name in `VARIANTS`. side: of the canvas. minutes: of training, of each run. every: minutes from one
-    evaluation to the next. contenders, seeds: all products are run.
+    evaluation to the next. contenders, seeds: all products are run. batch: images a step; None: the scale's.
     """
 
     variant: str
@@ -140,6 +140,7 @@ class Group:
     every: float
     contenders: tuple[str, ...]
     seeds: tuple[int, ...]
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ SCALES = {
             (
                 Group("class", 1024, 1, 0.25, FIRST_ON_GPU, (0,)),
                 Group("class", 512, 1, 0.25, FIRST_ON_GPU, (0,)),
-                Group("class", 2048, 1, 0.25, FIRST_ON_GPU, (0,)),
+                Group("class", 2048, 1, 0.25, FIRST_ON_GPU, (0,), batch=4),
                 Group("class", 1024, 1, 0.25, REST_ON_GPU, (0,)),
                 Group("class", 1024, 1, 0.25, FIRST_ON_GPU, MORE_SEEDS[:2]),
             ),
@@ -311,7 +312,7 @@ def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = ()) -
         runs.append(
             Run(
                 *(scale.name, f"{group.side}_{group.variant}", name, seed, group.variant, group.side, group.minutes),
-                *(group.every, scale.batch, scale.rate, start, CONTENDERS[name]),
+                *(group.every, group.batch or scale.batch, scale.rate, start, CONTENDERS[name]),
             )
         )
     variants = dict.fromkeys(run.variant for run in runs)

@@ -270,12 +270,12 @@ class Canvases:
         inside = below(drawn[..., 2:4], free)
         numbers = below(drawn[..., 4], len(self.pool.labels))
         steps = torch.arange(PIECE, device=images.device)
-        rows = inside[..., 0, None, None] + steps[:, None]
-        columns = inside[..., 1, None, None] + steps
-        pixels = self.pool.pixels[numbers[..., None, None], rows, columns]
-        apart = (own[:, :, None] - own[:, None]).abs().amax(-1) >= PIECE
-        before = torch.ones(count, count, dtype=torch.bool, device=images.device).tril(-1)
-        shown = (apart | ~before).all(2)
+        lines, places = inside[..., 0, None, None] + steps[:, None], inside[..., 1, None, None] + steps
+        pixels = self.pool.pixels[numbers[..., None, None], lines, places]
+        rows, columns = own.to(torch.int32).unbind(-1)  # of large canvases there are millions of pairs
+        near = (rows[:, :, None] - rows[:, None]).abs() < PIECE
+        near &= (columns[:, :, None] - columns[:, None]).abs() < PIECE
+        shown = ~near.tril(-1).any(2)
         gap = own[:, :, None] - corners[:, None]
         touches = ((gap > -PIECE) & (gap < self.object_px)).all(-1) & present[:, None]
         return own, pixels, shown & ~touches.any(2)

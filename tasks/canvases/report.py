@@ -28,7 +28,7 @@ from tasks.common.records import read_records
 
 TIMES = "times.json"
 TABLE, FIGURE = "table.md", "canvases.png"
-SIZES = ("#1b3a4b", "#c8553d", "#5b8e7d", "#b08ea2")  # colours of patch sizes, from small to large
+MARKS = "os^D"  # of patch sizes, from small to large
 
 Runs = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
@@ -184,10 +184,13 @@ def draw(scale: Scale, records: Path) -> Path:
 
 
 def _style(row: str, record: Mapping[str, Any], patches: Sequence[int]) -> dict[str, Any]:
-    """A colour for the size of patches, seen in pixels of the canvas; dashes and open marks are dense."""
-    sparse = CONTENDERS[row].is_sparse
-    colour = SIZES[min(patches.index(_seen(row, record)), len(SIZES) - 1)]
-    return {"color": colour, "linestyle": "-" if sparse else "--", "markerfacecolor": colour if sparse else "white"}
+    """A colour for each contender, a mark for the size of its patches; open marks and dashes are dense."""
+    sparse, colour = CONTENDERS[row].is_sparse, pictures.pyplot().get_cmap("tab20")(list(CONTENDERS).index(row))
+    mark = MARKS[min(patches.index(_seen(row, record)), len(MARKS) - 1)]
+    return {
+        **{"color": colour, "linestyle": "-" if sparse else "--", "marker": mark, "markersize": 6},
+        "markerfacecolor": colour if sparse else "white",
+    }
 
 
 def _seen(row: str, record: Mapping[str, Any]) -> int:
@@ -201,43 +204,48 @@ def _patches(runs: Runs) -> list[int]:
 
 def _draw_curves(axis: Any, runs: Runs) -> None:
     """Selection accuracy over time, the mean over seeds; evaluations are at about the same times in every run."""
-    marks = "os^Dv<>PX*"
-    for number, (row, by_seed) in enumerate(runs.items()):
+    for row, by_seed in runs.items():
         histories = [record["history"] for record in by_seed.values()]
         points = list(zip(*histories, strict=False))
         minutes = [fmean(point["minutes"] for point in own) for own in points]
         accuracy = [100 * fmean(point["validation_accuracy"] for point in own) for own in points]
         style = _style(row, next(iter(by_seed.values())), _patches(runs))
-        axis.plot(minutes, accuracy, marker=marks[number % len(marks)], markersize=5, linewidth=1.3, label=row, **style)
-    axis.set_ylabel("accuracy, %")
+        axis.plot(minutes, accuracy, linewidth=1.3, label=row, **style)
+    axis.set_ylabel("accuracy on the selection set, %")
     axis.legend(frameon=False, fontsize=7, ncols=2 if len(runs) > 8 else 1)
 
 
 def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
-    """Test accuracy over time of inference; for each size of patches a line joins what nothing else is above."""
+    """Test accuracy over time of inference; for each size of patches a line joins what nothing faster is above."""
+    axis.set_ylabel("test accuracy, %")
     shown = {row: by_seed for row, by_seed in runs.items() if row in times}
     if not shown:
         axis.text(0.5, 0.5, "inference is not measured yet", ha="center", transform=axis.transAxes, color="0.5")
         return
     patches = _patches(runs)
-    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    groups: dict[tuple[int, bool], list[tuple[float, float]]] = {}
     for row, by_seed in shown.items():
-        records = list(by_seed.values())
+        records, ms = list(by_seed.values()), times[row]["ms"]
         accuracy = 100 * fmean(record["metrics"]["test_accuracy"] for record in records)
-        style = _style(row, records[0], patches)
-        groups.setdefault((style["color"], style["linestyle"]), []).append((times[row]["ms"], accuracy))
-        axis.plot([times[row]["ms"]], [accuracy], "o", markersize=7, **{**style, "linestyle": "none"})
-        axis.annotate(row, (times[row]["ms"], accuracy), (5, 4), textcoords="offset points", fontsize=7)
-    for (colour, line), points in groups.items():
-        axis.plot(*zip(*frontier(points), strict=True), color=colour, linestyle=line, linewidth=1, alpha=0.6)
-    names = {SIZES[min(number, len(SIZES) - 1)]: f"patch of {patch} pixels" for number, patch in enumerate(patches)}
-    for colour, name in names.items():
-        axis.plot([], [], "o", color=colour, label=name)
+        groups.setdefault((_seen(row, records[0]), CONTENDERS[row].is_sparse), []).append((ms, accuracy))
+        axis.plot([ms], [accuracy], **{**_style(row, records[0], patches), "linestyle": "none"})
+        axis.annotate(row, (ms, accuracy), (5, 4), textcoords="offset points", fontsize=7)
+    for (_, sparse), points in groups.items():
+        line = "-" if sparse else "--"
+        axis.plot(*zip(*frontier(points), strict=True), color="0.5", linestyle=line, linewidth=1, zorder=0)
+    for number, patch in enumerate(patches):
+        mark = MARKS[min(number, len(MARKS) - 1)]
+        axis.plot([], [], mark, color="0.4", label=f"patches of {patch} pixels of the canvas")
     axis.plot([], [], "o--", color="0.4", markerfacecolor="white", label="dense")
     axis.plot([], [], "o-", color="0.4", label="sparse")
     axis.set_xscale("log")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.margins(0.15)
-    axis.legend(frameon=False, fontsize=7, loc="lower right")
+    axis.legend(frameon=False, fontsize=7)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

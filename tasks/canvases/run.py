@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.sources.arrays import read_fashion_mnist
-from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.command import first_line, run_command
 from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.runs.run_folder import MODEL, RESULTS, check_place, finished_results, results_of
 from hf_sparseprior.training.allocator import keep_freed_memory
@@ -35,16 +36,23 @@ OUT = Path("outputs/canvases")
 
 def list_runs(runs: Sequence[Run]) -> str:
     """A line for each run, what is left out and why, and the time of all."""
-    lines = [f"{run.minutes:6.2f} minutes  {run.name}" for run in runs if run.contender.missing() is None]
+    doing = possible(runs)
+    lines = [f"{run.minutes:6.2f} minutes  {run.name}" for run in doing]
     skipped = {run.row: run.contender.missing() for run in runs}
     lines += [f"skipped: {name}, {why}" for name, why in skipped.items() if why is not None]
-    doing = [run for run in runs if run.contender.missing() is None]
     dropped = sum(run.can_be_dropped for run in doing)
     lines.append(
         f"{len(doing)} runs, {sum(run.minutes for run in doing):.1f} minutes of training; evaluations come on top, and "
         f"{dropped} dense runs are left out if the first of their size stays below twice chance"
     )
     return "\n".join(lines)
+
+
+def possible(runs: Sequence[Run]) -> list[Run]:
+    """Without those that the library cannot do, and without starts that then nothing needs."""
+    done = [run for run in runs if run.contender.missing() is None]
+    variants = {run.variant for run in done if not run.is_start}
+    return [run for run in done if run.variant in variants]
 
 
 class Experiment:
@@ -109,28 +117,50 @@ class Experiment:
         return run.can_be_dropped and 0 in pilots and learns_nothing(pilots[0])
 
     def do(self, jobs: int | None) -> None:
-        """All runs that are left: starts stage by stage, then the others, dense ones of more seeds last."""
+        """All runs that are left: starts stage by stage, then the others, dense ones of more seeds last.
+
+        Args:
+            jobs: processes at a time; None: one run after another in this process.
+
+        Raises:
+            RunsFailed: if a start failed, or other runs did, when all else is done.
+        """
         self.check()
         self.collect()
         starts = [run for run in self.runs if run.is_start]
         stages = [[run for run in starts if run.side == stage.side] for stage in self.scale.start]
         others = [run for run in self.runs if not run.is_start]
-        for part in (*stages, [r for r in others if not r.can_be_dropped], [r for r in others if r.can_be_dropped]):
+        failed: list[str] = []
+        for stage in stages:
+            self._do_all([run for run in stage if not self.is_done(run)], jobs)
+        for can_be_dropped in (False, True):
             left = []
-            for run in part:
+            for run in (run for run in others if run.can_be_dropped == can_be_dropped and not self.is_done(run)):
                 if self.dropped(run):
                     print(f"{run.name}: dropped, seed 0 stayed below twice chance", file=sys.stderr)
-                elif not self.is_done(run):
+                else:
                     left.append(run)
-            self._do_all(left, jobs)
+            try:
+                self._do_all(left, jobs)
+            except RunsFailed as error:
+                failed.append(str(error))
+        if failed:
+            raise RunsFailed("\n".join(failed))
 
     def _do_all(self, runs: Sequence[Run], jobs: int | None) -> None:
         if jobs is None:
+            failed: list[str] = []
             for number, run in enumerate(runs):
                 print(f"[{number}/{len(runs)}] {run.name}, {run.minutes:g} minutes", file=sys.stderr, flush=True)
-                if not self.is_done(run):
-                    do_run(run, self.scale, self.out, self.data)
+                try:
+                    if not self.is_done(run):
+                        do_run(run, self.scale, self.out, self.data)
+                except torch.OutOfMemoryError as error:
+                    failed.append(f"{run.name}: {first_line(error)}")
+                torch.cuda.empty_cache()
                 self.collect()
+            if failed:
+                raise RunsFailed("\n".join([f"{len(failed)} of {len(runs)} runs failed:", *failed]))
         elif runs:
             queue = Queue(["tasks.canvases.loop"], jobs)
             queue.when_done = self.collect
@@ -159,11 +189,17 @@ def main(argv: list[str] | None = None) -> int:
         keep_freed_memory()
         transformers_logging.disable_progress_bar()
         out, records = arguments.out or OUT / scale.name, records_folder(scale, arguments.records)
-        runs = [run for run in runs if run.contender.missing() is None]
-        Experiment(scale, runs, out, records, arguments.fashion_mnist).do(arguments.jobs)
-        if arguments.times:
-            times.measure_all(scale, records, data=arguments.fashion_mnist)
-        report.write_report(scale, records)
+        failed = None
+        try:
+            Experiment(scale, possible(runs), out, records, arguments.fashion_mnist).do(arguments.jobs)
+        except RunsFailed as error:
+            failed = error
+        if failed is None or report.groups_of(scale, records):
+            if arguments.times:
+                times.measure_all(scale, records, data=arguments.fashion_mnist)
+            report.write_report(scale, records)
+        if failed is not None:
+            raise failed
 
     try:
         return run_command(parser.prog, work, "from the last minute")

@@ -207,6 +207,32 @@ def test_dense_is_dropped_where_its_pilot_learns_nothing(small, tmp_path, monkey
     assert "64_class/dense seed 1: dropped" in err and "dense has no further seeds at 64 pixels" in out
 
 
+def test_a_run_that_has_too_little_memory_is_named_and_the_others_are_done(small, tmp_path, monkeypatch, capsys):
+    train = loop.Training._train
+
+    def too_large(self, *given):
+        if self.run.row == "half":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nmore")
+        train(self, *given)
+
+    monkeypatch.setattr(loop.Training, "_train", too_large)
+    assert main(command(tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert "1 of 3 runs failed:\n64_class/half seed 0: CUDA out of memory. Tried to allocate 1 GiB\n" in err
+    assert list(read_records(tmp_path / "records/64_class")) == ["dense", "fibottention"]
+    monkeypatch.setattr(loop.Training, "_train", train)
+    assert main(command(tmp_path)) == 0
+
+
+def test_a_contender_that_the_library_lacks_brings_no_start(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tasks.canvases.contenders.SPARSIFY", "no_such_function")
+    monkeypatch.setitem(SCALES, "smoke", small.of(["sparsify-0.5"]))
+    assert main(command(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("skipped: sparsify-0.5, this version has no hf_sparseprior.no_such_function\n0 runs")
+    assert "has no records of scale smoke" in err and not (tmp_path / "out").exists()
+
+
 @each("accuracies, dropped", [([0.1, 0.19], True), ([0.1, 0.2, 0.1], False)])
 def test_twice_chance_at_any_time_is_enough(accuracies, dropped):
     record = {"chance": 0.1, "history": [{"validation_accuracy": accuracy} for accuracy in accuracies]}
