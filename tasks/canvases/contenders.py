@@ -78,7 +78,7 @@ CONTENDERS = {
             "a sliding window of 8 patches, as many keys as Fibottention has",
             prior={"support": {"name": "longformer", "w": 8}},
         ),
-        Contender("tome", "token merging", prior="tome"),
+        Contender("tome", "token merging, half of the patches are left in the end", prior="tome"),
         Contender("fibottention", "Fibottention, w_max 65", prior=FIBOTTENTION),
         Contender("fibottention-hilbert", "the same along Hilbert's curve", prior=HILBERT),
         Contender("fibottention-violin", "Fibottention and VIOLIN", prior={**FIBOTTENTION, "decay": "violin"}),

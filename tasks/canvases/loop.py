@@ -39,7 +39,7 @@ from hf_sparseprior.training.distillation import (
     prune_predictors,
     train_predictors_alone,
 )
-from tasks.canvases.contenders import SPARSIFY, VARIANTS, Run, Scale
+from tasks.canvases.contenders import DENSE, SPARSIFY, VARIANTS, Run, Scale
 from tasks.canvases.data import LABELS, SELECTION_SEED, TEST_SEED, Canvases, as_input, read_pools
 from tasks.canvases.patches import changed_model
 
@@ -49,6 +49,8 @@ SAVE_EVERY = 60.0  # seconds of the clock
 WARM_UP = 0.05  # of the time
 WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
 EVAL_BATCH = 8
+# What `sparsify` sees: half of the images are for its own test, of which four are used.
+CHOICE_IMAGES, CHOICE = 32, {"calibration": 8, "test": 4, "seconds": 0.5}
 
 Clock = Callable[[], float]
 
@@ -188,18 +190,24 @@ class Training:
         if self.predictor_phase:
             return changed_model(self.start, self.scale.start[-1].side, self.patch, self.prior)
         folder = self.folder / PREDICTOR if len(self.ends) > 1 else self.start
-        if self.contender.budget is not None and self.spent == 0:
+        if self.contender.budget is not None and not self.spent:
             self._choose_prior(self.contender.budget)
         return changed_model(folder, self.side, self.patch, self.prior)
 
     def _choose_prior(self, budget: float) -> None:
-        """What `sparsify` chooses on images of the selection set; its time counts."""
-        dense = changed_model(self.start or "", self.side, self.patch, "dense").to(self.scale.device)
-        images, _ = Canvases(self.pools["selection"], self.run.side, self.label, SELECTION_SEED).batch(0, EVAL_BATCH)
+        """What `sparsify` chooses on canvases of training; its time counts.
+
+        Raises:
+            ValueError: for a budget that no choice meets, from `sparsify`.
+        """
+        dense = changed_model(self.start or "", self.side, self.patch, DENSE).to(self.scale.device)
+        images, _ = Canvases(self.pools["train"], self.run.side, self.label, self.run.seed).batch(0, CHOICE_IMAGES)
+        settings = {**CHOICE, "batch": self.scale.inference_batch, "device": self.scale.device, "seed": self.run.seed}
         started = self.clock()
-        sparse = getattr(hf_sparseprior, SPARSIFY)(dense, as_input(images), budget=budget)
+        found = getattr(hf_sparseprior, SPARSIFY)(dense, as_input(images), budget=budget, settings=settings)
         self.spent += self.clock() - started
-        self.prior = sparse.config.prior
+        self.prior = found.model.config.prior
+        print(f"{self.run.name}: chosen in {self.spent / 60:.2f} minutes", file=sys.stderr, flush=True)
 
     def _canvas(self) -> tuple[int, int]:
         """Side of the canvases of this phase, and images a step; the predictor learns at the size of the start."""
@@ -223,6 +231,7 @@ class Training:
         saved = self.spent
         if not self.predictor_phase and not self.curve:
             self._evaluate()
+            self._save()
         while self.spent < end:
             images, labels = self.canvases.batch(self.step * batch, batch)
             started = self.clock()

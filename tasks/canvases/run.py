@@ -155,7 +155,7 @@ class Experiment:
                 try:
                     if not self.is_done(run):
                         do_run(run, self.scale, self.out, self.data)
-                except torch.OutOfMemoryError as error:
+                except (ValueError, OSError, torch.OutOfMemoryError) as error:
                     failed.append(f"{run.name}: {first_line(error)}")
                 torch.cuda.empty_cache()
                 self.collect()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_every_run_has_a_name_and_a_configuration_of_its_own(scale):
 @each("scale", SCALES.values())
 def test_every_contender_fits_every_size_that_it_is_run_at(scale):
     for run in runs_of(scale):
-        if run.contender.missing() is not None:
+        if run.contender.missing() is not None or run.contender.budget is not None:
             continue
         sizes = {"image_size": run.side // run.contender.shrink, "patch_size": scale.patch * run.contender.patch}
         labels = LABELS[VARIANTS[run.variant].label][0]
@@ -98,3 +99,20 @@ def test_what_the_library_lacks_is_said():
 def test_sparsify_is_missing_without_its_function(monkeypatch):
     monkeypatch.setattr(contenders, "SPARSIFY", "no_such_function")
     assert CONTENDERS["sparsify-0.5"].missing() == "this version has no hf_sparseprior.no_such_function"
+
+
+README = (Path(contenders.__file__).parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_contender_and_variant():
+    for heading, names in (("## Contenders", CONTENDERS), ("## Images", VARIANTS)):
+        table = README.partition(heading)[2].partition("\n## ")[0]
+        first = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+        assert re.findall(r"`([^`]+)`", " ".join(first)) == list(names)
+
+
+def test_the_page_says_what_it_costs():
+    cpu, gpu = runs_of(SCALES["cpu"]), runs_of(SCALES["gpu"])
+    assert f"{len(cpu)} runs, {sum(run.minutes for run in cpu)} minutes of one core" in README
+    rest = [run.minutes for run in gpu if not run.is_start]
+    assert f"3 minutes for the start, 6 for the first figure, {sum(rest) - 6} for the rest" in README

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import hf_sparseprior
 from hf_sparseprior.runs import run_folder as run_folders
 from hf_sparseprior.runs.command import RunStopped
 from hf_sparseprior.runs.locks import locked
@@ -24,7 +25,7 @@ from tasks.common.records import read_records
 from tests.each import each
 from tests.processes import ROOT
 
-POSSIBLE = [name for name, contender in CONTENDERS.items() if contender.missing() is None]
+POSSIBLE = [name for name, own in CONTENDERS.items() if own.budget is None and own.missing() is None]
 
 
 def folder_of(out, run):
@@ -105,11 +106,11 @@ def test_the_state_is_saved_at_evaluations_and_every_minute(started, small, monk
     saved = []
     monkeypatch.setattr(loop.Training, "_save", lambda self: saved.append(self.spent))
     do_run(runs_of(small.scale)[1], small.scale, started)
-    assert saved == [1.5, 3, 4.5, 6]
+    assert saved == [0, 1.5, 3, 4.5, 6]
     monkeypatch.setattr(loop, "SAVE_EVERY", 1.0)
     saved.clear()
     do_run(runs_of(small.scale)[2], small.scale, started)
-    assert saved == [1, 1.5, 2.5, 3, 4, 4.5, 5.5, 6]
+    assert saved == [0, 1, 1.5, 2.5, 3, 4, 4.5, 5.5, 6]
 
 
 def test_a_state_that_is_cut_off_is_not_used(started, small):
@@ -143,6 +144,29 @@ def test_runs_of_one_seed_see_the_same_images(started, small, monkeypatch):
         current = run.row
         do_run(run, small.scale, started)
     assert seen["dense"] == seen["half"] == seen["fibottention"]
+
+
+def test_what_sparsify_chooses_is_trained_and_its_time_counts(started, small, monkeypatch):
+    """With a stand-in for it, which looks at the clock of the run once."""
+    asked = []
+
+    def choose(model, images, budget, settings):
+        asked.append((model.config.prior_name, tuple(images.shape), budget, settings["seed"]))
+        return SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(prior="neighborhood")))
+
+    monkeypatch.setattr(hf_sparseprior, "sparsify", choose, raising=False)
+    run = runs_of(small.of(["sparsify-0.5"]))[1]
+    results = done(run, small.of(["sparsify-0.5"]), started)
+    assert asked == [("dense", (32, 1, 64, 64), 0.5, 0)] and results["prior"] == "neighborhood"
+    assert results["history"][0]["minutes"] * 60 == 0.5 and results["images"] == 2 * 11 and results["seconds"] == 6
+
+    def refuse(model, images, budget, settings):
+        raise ValueError("budget=0.5 cannot be met")
+
+    monkeypatch.setattr(hf_sparseprior, "sparsify", refuse)
+    (folder_of(started, run) / RESULTS).unlink()
+    with pytest.raises(ValueError, match="cannot be met"):
+        do_run(run, small.of(["sparsify-0.5"]), started)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(started, small, monkeypatch):
