@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.sources.arrays import read_fashion_mnist
 from hf_sparseprior.runs.command import first_line, run_command
 from hf_sparseprior.runs.results import read_results
-from hf_sparseprior.runs.run_folder import MODEL, RESULTS, check_place, finished_results, results_of
+from hf_sparseprior.runs.run_folder import MODEL, RESULTS, InUse, check_place, finished_results, results_of
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.canvases import commands, report, times
 from tasks.canvases.contenders import CONTENDERS, SCALES, Run, Scale, runs_of
@@ -76,12 +77,13 @@ class Experiment:
 
     def is_done(self, run: Run) -> bool:
         """Whether nothing is left to do. A start must have left its model if a run that is not done needs it."""
-        if run.is_start and any(self._needs(other, run) and not self.is_done(other) for other in self.runs):
+        if run.is_start and any(self._waits_for(other, run) for other in self.runs):
             return (self.folder(run) / MODEL).is_dir() and self._results(run) is not None
         return self.has_record(run) or self._results(run) is not None
 
-    def _needs(self, other: Run, run: Run) -> bool:
-        return other.start == (run.group, run.row)
+    def _waits_for(self, other: Run, start: Run) -> bool:
+        """Whether a run that is still to be done begins with this start."""
+        return other.start == (start.group, start.row) and not self.is_done(other) and not self.dropped(other)
 
     def _results(self, run: Run) -> dict[str, Any] | None:
         return results_of(self.folder(run), run.config(self.scale))
@@ -97,7 +99,8 @@ class Experiment:
         for run in self.runs:
             if self.is_done(run):
                 continue
-            finished_results(self.folder(run), run.config(self.scale), overwrite=False, field="--out")
+            with suppress(InUse):  # the queue waits for what another command does
+                finished_results(self.folder(run), run.config(self.scale), overwrite=False, field="--out")
             if run.is_start and self.has_record(run):
                 raise ValueError(
                     f"--records {self.records} has {run.name}, whose model is not in --out {self.out}; give the folder "

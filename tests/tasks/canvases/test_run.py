@@ -229,6 +229,18 @@ def test_dense_is_dropped_where_its_pilot_learns_nothing(small, tmp_path, monkey
     assert sorted(records["dense"]) == [0] and sorted(records["fibottention"]) == [0, 1]
     out, err = capsys.readouterr()
     assert "64_class/dense seed 1: dropped" in err and "dense has no further seeds at 64 pixels" in out
+    (tmp_path / "out").rename(tmp_path / "gone")
+    assert main(command(tmp_path)) == 0  # nothing is left that would need the start
+
+
+def test_what_another_command_does_is_refused_or_left_to_it(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_folders, "PATIENCE", 0.0)
+    assert main(command(tmp_path, "--only", "dense")) == 0
+    run = runs_of(small.scale)[2]
+    with locked(folder_of(tmp_path / "out", run) / LOCK):
+        assert main(command(tmp_path)) == 1
+    assert "1 of 2 runs failed:\n64_class/half seed 0: OUT=" in capsys.readouterr().err
+    assert list(read_records(tmp_path / "records/64_class")) == ["dense", "fibottention"]
 
 
 def test_a_run_that_has_too_little_memory_is_named_and_the_others_are_done(small, tmp_path, monkeypatch, capsys):
