@@ -34,7 +34,9 @@ def times() -> argparse.ArgumentParser:
     parser = command_parser("canvases.times")
     _add_scale(parser)
     _add_records(parser)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of which the median counts (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="turns of each contender; their median counts (default %(default)s)"
+    )
     _add_data(parser)
     return parser
 

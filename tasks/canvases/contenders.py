@@ -1,9 +1,10 @@
 """What competes (`CONTENDERS`), at which sizes, how long and with how many seeds (`SCALES`), and the runs of a scale.
 
-All of it was fixed before the first run. A module of its own, not a source of images for `tasks.classification`: the
-budget is processor time of training without evaluations and without making images, evaluations come at fixed times of
-that clock, images are never seen twice, and runs start from a model with other patches. The classification task, with
-its data sets, epochs and Trainer, has none of these. Records, tables, rules of significance and the queue are shared.
+All of it was fixed before the first run. This is a separate task, not a source of images for `tasks.classification`:
+the budget is processor time of training without evaluations and without making images, evaluations come at fixed times
+of that clock, images are never seen twice, and runs start from a model with other patches. The classification task,
+with its data sets, epochs and Trainer, has none of these. Records, tables, rules of significance and the queue are
+shared.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ it is a hash of the seed, `i` and its place. Nothing loops over images, and no i
     clutter      7x7 pieces of garments, which cover neither objects nor each other
 
 Objects and pieces are put on by the maximum of both. Labels (`LABELS`): the class of the only object, how many objects
-there are, or the class that is there three times. Objects and clutter of training are of Fashion-MNIST's first 55,000
+there are, or the class that occurs three times. Objects and clutter of training are of Fashion-MNIST's first 55,000
 training images, those of the selection set of the other 5,000, those of the test set of its test images.
 
 Shape letters: B images, S side of the canvas, o side of an object, K objects, M pieces.
@@ -40,7 +40,7 @@ BACKGROUNDS = ("noise", "photographs")
 LABELS = {"class": (10, 1), "count": (8, 8), "repeated": (10, 8)}
 REPEATED = (0, 0, 0, 1, 1, 2, 2, 3)  # which of four different classes each of the eight objects is of
 
-# What a draw is for: draws for one purpose do not depend on how many another one takes.
+# What a draw is for: draws for one purpose do not depend on how many another purpose needs.
 CELLS, ROWS, COLUMNS, OBJECTS, COUNT, CLASSES, PIXELS, PIECES, PHOTOGRAPH = range(9)
 
 
@@ -222,7 +222,7 @@ class Canvases:
         images = torch.arange(first, first + count, device=self.pool.pixels.device)
         numbers, present, labels = self._contents(images)
         corners = self._object_corners(images)
-        # One place after the last pixel takes what is not shown, so that no pixel is written twice.
+        # What is not shown goes to one place after the last pixel, so that no pixel is written twice.
         flat = F.pad(self._background(images), (0, 1))
         flat = self._put(flat, corners, self.pool.pixels[numbers], present)
         corners, pieces, shown = self._pieces(images, corners, present)
@@ -266,19 +266,19 @@ class Canvases:
         """
         count, free = self.side**2 // PIXELS_PER_PIECE, self.object_px - PIECE + 1
         drawn = self._draw(images, PIECES, 5 * count).view(len(images), count, 5)
-        own = below(drawn[..., :2], self.side - PIECE + 1)
+        starts = below(drawn[..., :2], self.side - PIECE + 1)
         inside = below(drawn[..., 2:4], free)
         numbers = below(drawn[..., 4], len(self.pool.labels))
         steps = torch.arange(PIECE, device=images.device)
         lines, places = inside[..., 0, None, None] + steps[:, None], inside[..., 1, None, None] + steps
         pixels = self.pool.pixels[numbers[..., None, None], lines, places]
-        rows, columns = own.to(torch.int32).unbind(-1)  # of large canvases there are millions of pairs
+        rows, columns = starts.to(torch.int32).unbind(-1)  # large canvases have millions of pairs
         near = (rows[:, :, None] - rows[:, None]).abs() < PIECE
         near &= (columns[:, :, None] - columns[:, None]).abs() < PIECE
         shown = ~near.tril(-1).any(2)
-        gap = own[:, :, None] - corners[:, None]
+        gap = starts[:, :, None] - corners[:, None]
         touches = ((gap > -PIECE) & (gap < self.object_px)).all(-1) & present[:, None]
-        return own, pixels, shown & ~touches.any(2)
+        return starts, pixels, shown & ~touches.any(2)
 
     def _put(self, flat: Tensor, corners: Tensor, pixels: Tensor, shown: Tensor) -> Tensor:
         """Pictures (B, n, p, p) put on the canvases (B, S * S + 1) at their corners, by the maximum."""

@@ -1,6 +1,6 @@
 """One run: canvases made on the way, a budget of processor time, accuracy over that time, going on after a stop.
 
-The clock is the process's own processor time with one thread, so other load on the machine does not count; on a GPU it
+The clock is the processor time of the process with one thread, so other load on the machine does not count; on a GPU it
 is wall time with everything waited for. It runs while a step computes. Making images, evaluations, saving and the first
 call of a model, which may compile kernels, are not counted. The learning rate follows the clock: it rises during the
 first twentieth of the time and falls to 0 along a cosine, for every contender alike.
@@ -49,7 +49,7 @@ SAVE_EVERY = 60.0  # seconds of the clock
 WARM_UP = 0.05  # of the time
 WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
 EVAL_BATCH = 8
-# What `sparsify` sees: half of the images are for its own test, of which four are used.
+# What `sparsify` sees: half of the images are for its test, which uses four of them.
 CHOICE_IMAGES, CHOICE = 32, {"calibration": 8, "test": 4, "seconds": 0.5}
 
 Clock = Callable[[], float]
@@ -66,7 +66,7 @@ def _after_all_work() -> float:
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError where there is no such device; let a CPU compute with one thread."""
+    """Raise ValueError where the device is missing; let a CPU compute with one thread."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("scale gpu needs a CUDA device, and torch finds none here")
     if device == "cpu":
@@ -138,7 +138,7 @@ class Training:
     # ---- the phases -------------------------------------------------------------------------------------------------
 
     def do(self, state: str | None, stop: StopRequest, callbacks: list[Any]) -> None:
-        """All phases, from a saved state on if there is one."""
+        """All phases, from a saved state on if one is given."""
         saved = None if state is None else torch.load(state, map_location=self.scale.device, weights_only=True)
         if saved is not None:
             for name in ("phase", "step", "spent", "images", "curve", "losses", "prior"):
@@ -204,9 +204,9 @@ class Training:
         images, _ = Canvases(self.pools["train"], self.run.side, self.label, self.run.seed).batch(0, CHOICE_IMAGES)
         settings = {**CHOICE, "batch": self.scale.inference_batch, "device": self.scale.device, "seed": self.run.seed}
         started = self.clock()
-        found = getattr(hf_sparseprior, SPARSIFY)(dense, as_input(images), budget=budget, settings=settings)
+        chosen = getattr(hf_sparseprior, SPARSIFY)(dense, as_input(images), budget=budget, settings=settings)
         self.spent += self.clock() - started
-        self.prior = found.model.config.prior
+        self.prior = chosen.model.config.prior
         print(f"{self.run.name}: chosen in {self.spent / 60:.2f} minutes", file=sys.stderr, flush=True)
 
     def _canvas(self) -> tuple[int, int]:
@@ -215,7 +215,7 @@ class Training:
         return (stage.side, stage.batch) if self.predictor_phase else (self.run.side, self.run.batch)
 
     def _end_predictor(self) -> None:
-        """Keep what the predictor learned, from which the next phase starts on its own grid."""
+        """Keep what the predictor learned, from which the next phase starts on its larger grid."""
         prune_predictors(self.model)
         shutil.rmtree(self.folder / PREDICTOR, ignore_errors=True)
         with whole_folder(self.folder / PREDICTOR) as scratch:
@@ -374,8 +374,8 @@ def predict(
     labels, predicted = [], []
     with evaluating(model), autocast(device):
         for first in range(0, count, EVAL_BATCH):
-            images, own = canvases.batch(first, min(EVAL_BATCH, count - first))
-            labels.append(own)
+            images, answers = canvases.batch(first, min(EVAL_BATCH, count - first))
+            labels.append(answers)
             predicted.append(model(pixel_values=as_input(images, shrink)).logits.argmax(-1))
     return torch.cat(labels).cpu().numpy(), torch.cat(predicted).cpu().numpy()
 

@@ -48,16 +48,16 @@ class RecordedGroup:
 
 def records_folder(scale: Scale, given: Path | None = None) -> Path:
     """Where the records of a scale are; those of smoke are with its runs."""
-    own = Path("outputs/canvases") if scale.name == "smoke" else Path(commands.RESULTS)
-    return given or own / scale.name
+    default = Path("outputs/canvases") if scale.name == "smoke" else Path(commands.RESULTS)
+    return given or default / scale.name
 
 
 def groups_of(scale: Scale, records: Path) -> list[RecordedGroup]:
     """The groups of a scale that have records, in order of variant and side."""
     groups = {RecordedGroup(group.variant, group.side): None for group in scale.groups}
     order = list(dict.fromkeys(group.variant for group in scale.groups))
-    found = [group for group in groups if read_records(records / group.folder)]
-    return sorted(found, key=lambda group: (order.index(group.variant), group.side))
+    recorded = [group for group in groups if read_records(records / group.folder)]
+    return sorted(recorded, key=lambda group: (order.index(group.variant), group.side))
 
 
 def learns_nothing(record: Mapping[str, Any]) -> bool:
@@ -104,8 +104,8 @@ def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[st
     parts = [f"## {group.side} pixels, {group.variant}", f"{first['data']}. Chance is {100 * first['chance']:.1f} %."]
     parts.append(group_table(runs, times))
     listed = {row: list(by_seed.values()) for row, by_seed in runs.items()}
-    if scale.reference in listed and (found := differences(listed, scale.reference)):
-        parts.append(difference_table(found, scale.reference))
+    if scale.reference in listed and (paired := differences(listed, scale.reference)):
+        parts.append(difference_table(paired, scale.reference))
     pilot = runs.get(DENSE, {}).get(0)
     if pilot is not None and learns_nothing(pilot):
         best = 100 * max(point["validation_accuracy"] for point in pilot["history"])
@@ -115,9 +115,9 @@ def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[st
         )
     wanted = dict.fromkeys(
         name
-        for own in scale.groups
-        if (own.variant, own.side) == (group.variant, group.side)
-        for name in own.contenders
+        for planned in scale.groups
+        if (planned.variant, planned.side) == (group.variant, group.side)
+        for name in planned.contenders
     )
     if lacking := [name for name in wanted if name not in runs]:
         parts.append(f"Without a record: {', '.join(lacking)}.")
@@ -207,8 +207,8 @@ def _draw_curves(axis: Any, runs: Runs) -> None:
     for row, by_seed in runs.items():
         histories = [record["history"] for record in by_seed.values()]
         points = list(zip(*histories, strict=False))
-        minutes = [fmean(point["minutes"] for point in own) for own in points]
-        accuracy = [100 * fmean(point["validation_accuracy"] for point in own) for own in points]
+        minutes = [fmean(point["minutes"] for point in same_time) for same_time in points]
+        accuracy = [100 * fmean(point["validation_accuracy"] for point in same_time) for same_time in points]
         style = _style(row, next(iter(by_seed.values())), _patches(runs))
         axis.plot(minutes, accuracy, linewidth=1.3, label=row, **style)
     axis.set_ylabel("accuracy on the selection set, %")
@@ -250,11 +250,11 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (time, accuracy) those that no faster or equally fast one is above, by time."""
-    kept: list[tuple[float, float]] = []
+    best: list[tuple[float, float]] = []
     for time, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not kept or accuracy > kept[-1][1]:
-            kept.append((time, accuracy))
-    return kept
+        if not best or accuracy > best[-1][1]:
+            best.append((time, accuracy))
+    return best
 
 
 def write_report(scale: Scale, records: Path) -> None:

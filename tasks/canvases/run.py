@@ -110,8 +110,8 @@ class Experiment:
     def collect(self) -> None:
         """Bring what is finished into the records."""
         for group in dict.fromkeys(run.group for run in self.runs):
-            own = [run for run in self.runs if run.group == group and not self.has_record(run)]
-            done = [(run.row, self.folder(run) / RESULTS) for run in own if self._results(run) is not None]
+            new = [run for run in self.runs if run.group == group and not self.has_record(run)]
+            done = [(run.row, self.folder(run) / RESULTS) for run in new if self._results(run) is not None]
             add_records(self.records / group, [(row, read_results(path)) for row, path in done], list(CONTENDERS))
 
     def dropped(self, run: Run) -> bool:

@@ -41,7 +41,7 @@ def measure_all(scale: Scale, records: Path, rounds: int = commands.ROUNDS, data
         ValueError: without records.
     """
     check_device(scale.device)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for group in groups_of(scale, records):
         variant = VARIANTS[group.variant]
         pool = read_pools(variant.object_px, variant.background, scale.device, data)["test"]
@@ -49,12 +49,12 @@ def measure_all(scale: Scale, records: Path, rounds: int = commands.ROUNDS, data
         rows = read_records(records / group.folder)
         priors = {row: next(iter(runs.values()))["prior_settings"] for row, runs in rows.items()}
         models = {row: _model(scale, group.side, row, prior, LABELS[variant.label][0]) for row, prior in priors.items()}
-        found[group.folder] = _measure(scale, models, images, rounds)
-        for row, one in found[group.folder].items():
+        measured[group.folder] = _measure(scale, models, images, rounds)
+        for row, one in measured[group.folder].items():
             print(f"{group.folder}/{row}: {one['ms']:.2f} ms an image", flush=True)
-    if not found:
+    if not measured:
         raise ValueError(f"--records {records} has no records of scale {scale.name}; `run` makes them")
-    return write_results(records / TIMES, {"times": found, "images_a_call": scale.inference_batch, **environment()})
+    return write_results(records / TIMES, {"times": measured, "images_a_call": scale.inference_batch, **environment()})
 
 
 def _model(scale: Scale, side: int, row: str, prior: Any, labels: int) -> Any:
@@ -86,11 +86,11 @@ def _measure(scale: Scale, models: dict[str, Any], images: Any, rounds: int) -> 
             seconds[row].append(turn(row))
     return {
         row: {
-            "ms": 1000 * float(np.median(own)),
-            "quartiles": [1000 * float(part) for part in np.quantile(own, (0.25, 0.75))],
+            "ms": 1000 * float(np.median(turns)),
+            "quartiles": [1000 * float(part) for part in np.quantile(turns, (0.25, 0.75))],
             "rounds": rounds,
         }
-        for row, own in seconds.items()
+        for row, turns in seconds.items()
     }
 
 

@@ -24,8 +24,8 @@ def test_the_cpu_scale_is_as_it_was_fixed():
     for side in (128, 256):
         rows = [run for run in runs if run.group == f"{side}_class"]
         seeds = {name: sorted(run.seed for run in rows if run.row == name) for name in CONTENDERS}
-        assert all(own[0] == 0 for own in seeds.values())
-        assert [name for name, own in seeds.items() if own == [0, 1, 2, 3, 4]] == list(contenders.SIX)
+        assert all(seeds_of[0] == 0 for seeds_of in seeds.values())
+        assert [name for name, seeds_of in seeds.items() if seeds_of == [0, 1, 2, 3, 4]] == list(contenders.SIX)
 
 
 def test_the_gpu_scale_begins_with_four_then_six_minutes_in_the_fixed_order():
@@ -63,13 +63,13 @@ def test_every_contender_fits_every_size_that_it_is_run_at(scale):
 def test_equal_budgets_are_what_they_are_called():
     """Longformer's window has as many keys as Fibottention, and the window reaches as far."""
 
-    def kept(name, side):
+    def share_of_pairs(name, side):
         sizes = {"image_size": side, "patch_size": 4}
         config = SparsePriorViTConfig(**SCALES["cpu"].model, **sizes, prior=CONTENDERS[name].prior)
         return 100 - config.pruning_ratio
 
     for side in (128, 256):
-        assert kept("longformer", side) == pytest.approx(kept("fibottention", side), rel=0.02)
+        assert share_of_pairs("longformer", side) == pytest.approx(share_of_pairs("fibottention", side), rel=0.02)
     assert CONTENDERS["windows"].prior["support"]["w"] == contenders.FIBOTTENTION["support"]["w_max"]
 
 

@@ -31,7 +31,7 @@ def flat_pool(object_px=14, per_class=3):
 
 def blocks(canvas, object_px):
     """{class: how many framed squares of `object_px` are of its grey level}, by trying every place."""
-    found = {}
+    counted = {}
     for row in range(canvas.shape[0] - object_px + 1):
         for column in range(canvas.shape[1] - object_px + 1):
             square = canvas[row : row + object_px, column : column + object_px]
@@ -39,8 +39,8 @@ def blocks(canvas, object_px):
             framed = (square == FRAME).sum() == 4 * (object_px - 1)
             if level >= value_of(0) and framed and (inside == level).all():
                 label = (level - value_of(0)) // 10
-                found[label] = found.get(label, 0) + 1
-    return found
+                counted[label] = counted.get(label, 0) + 1
+    return counted
 
 
 def plain_split_mix(state):
@@ -91,13 +91,13 @@ def test_images_of_a_seed_stay_what_they_are():
 def test_labels_are_what_is_on_the_canvas(label, side):
     images, labels = Canvases(flat_pool(), side, label, 5).batch(0, 12)
     for canvas, answer in zip(images[:, 0].numpy(), labels.tolist(), strict=True):
-        found = blocks(canvas, 14)
+        counted = blocks(canvas, 14)
         if label == "class":
-            assert found == {answer: 1}
+            assert counted == {answer: 1}
         elif label == "count":
-            assert sum(found.values()) == answer + 1
+            assert sum(counted.values()) == answer + 1
         else:
-            assert sorted(found.values()) == [1, 2, 2, 3] and found[answer] == 3
+            assert sorted(counted.values()) == [1, 2, 2, 3] and counted[answer] == 3
 
 
 @each("label", LABELS)

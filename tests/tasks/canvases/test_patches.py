@@ -74,13 +74,13 @@ def test_larger_patches_see_an_enlarged_image_as_the_start_sees_it(start):
 def test_positions_are_interpolated_and_all_else_is_the_start(start, prior):
     model, folder = start
     changed = changed_model(folder, 64, 4, prior)
-    own, theirs = changed.state_dict(), model.state_dict()
-    moved = {name for name in theirs if own[name].shape != theirs[name].shape}
+    ours, theirs = changed.state_dict(), model.state_dict()
+    moved = {name for name in theirs if ours[name].shape != theirs[name].shape}
     assert moved == {"vit.embeddings.position_embeddings"}
-    assert all(torch.equal(own[name], theirs[name]) for name in theirs.keys() - moved)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs.keys() - moved)
     positions = theirs["vit.embeddings.position_embeddings"]
     grid = positions[:, 1:].reshape(1, 8, 8, -1).permute(0, 3, 1, 2)
     larger = F.interpolate(grid, size=(16, 16), mode="bicubic").flatten(2).transpose(1, 2)
     assert torch.allclose(
-        own["vit.embeddings.position_embeddings"], torch.cat([positions[:, :1], larger], 1), atol=1e-6
+        ours["vit.embeddings.position_embeddings"], torch.cat([positions[:, :1], larger], 1), atol=1e-6
     )

@@ -97,18 +97,20 @@ def test_every_contender_is_drawn(tmp_path, monkeypatch):
     write(tmp_path, "128_class", **accuracies)
     measured = {name: {"ms": 2.0 + number} for number, name in enumerate(CONTENDERS)}
     write_results(tmp_path / TIMES, {"times": {"128_class": measured}})
-    kept = []
-    monkeypatch.setattr(pictures, "save", lambda figure, path: kept.append(figure) or path)
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure) or path)
     draw(SCALES["cpu"], tmp_path)
-    left, right = kept[0].axes
+    left, right = figures[0].axes
     curves = {line.get_label(): line for line in left.lines}
-    for name, own in accuracies.items():
-        ends = 100 * np.mean([round(100 * value) / 100 for value in own])
-        assert curves[name].get_xdata()[-1] == 8 and curves[name].get_ydata()[-1] == pytest.approx(100 * np.mean(own))
+    for name, accuracies_of in accuracies.items():
+        ends = 100 * np.mean([round(100 * value) / 100 for value in accuracies_of])
+        assert curves[name].get_xdata()[-1] == 8 and curves[name].get_ydata()[-1] == pytest.approx(
+            100 * np.mean(accuracies_of)
+        )
         marks = [line for line in right.lines if list(line.get_xdata()) == [measured[name]["ms"]]]
         assert any(line.get_ydata()[0] == pytest.approx(ends) for line in marks)
     assert {text.get_text() for text in right.texts} == set(CONTENDERS)
-    pictures.pyplot().close(kept[0])
+    pictures.pyplot().close(figures[0])
 
 
 @each(
@@ -130,11 +132,11 @@ def test_inference_is_measured_for_every_row_in_turns(small, tmp_path, monkeypat
     monkeypatch.setitem(SCALES, "smoke", scale)
     Experiment(scale, runs_of(scale), tmp_path / "out", tmp_path).do(None)
     monkeypatch.setattr(times, "clock_of", lambda device: Ticks())
-    found = times.measure_all(scale, tmp_path, rounds=2)["times"]
-    assert list(found) == ["64_class"] and list(found["64_class"]) == ["dense", "half", "fibottention"]
+    measured_now = times.measure_all(scale, tmp_path, rounds=2)["times"]
+    assert list(measured_now) == ["64_class"] and list(measured_now["64_class"]) == ["dense", "half", "fibottention"]
     # Two readings of the clock half a second apart, and one call between them.
-    assert {one["ms"] for one in found["64_class"].values()} == {1000.0}
-    assert report.read_times(tmp_path) == found
+    assert {one["ms"] for one in measured_now["64_class"].values()} == {1000.0}
+    assert report.read_times(tmp_path) == measured_now
     assert times.main(["--scale", "smoke", "--records", str(tmp_path), "--rounds", "0"]) == 2
 
 

@@ -25,7 +25,7 @@ from tasks.common.records import read_records
 from tests.each import each
 from tests.processes import ROOT
 
-POSSIBLE = [name for name, own in CONTENDERS.items() if own.budget is None and own.missing() is None]
+POSSIBLE = [name for name, one in CONTENDERS.items() if one.budget is None and one.missing() is None]
 
 
 def folder_of(out, run):
@@ -330,7 +330,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_two_processes_do_the_runs(tmp_path):
-    """With the processor's own clock, in processes of the queue."""
+    """With the processor's clock, in processes of the queue."""
     for count, name in ((5100, "train"), (50, "t10k")):
         write_idx(tmp_path, count, name)
     (tmp_path / "program.py").write_text(PROGRAM)
