@@ -1,0 +1,218 @@
+"""The search: times of layers, losses of layers, the frontier, and the choice that meets the budget when it is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.sparsification import timing
+from hf_sparseprior.sparsification.candidates import Candidate
+from hf_sparseprior.sparsification.choice import DENSE, UNITS, Point, frontier, least_loss
+from hf_sparseprior.sparsification.plan import Plan
+from hf_sparseprior.sparsification.sensitivity import dense_outputs, loss_of, losses_of_layer
+from hf_sparseprior.sparsification.settings import Settings
+from hf_sparseprior.sparsification.subject import Call, Layer, Subject, captured
+
+ROUNDS = 5  # of choosing and measuring at most
+NEAR = 0.05  # of the budget; a measured choice that is further from it is corrected
+MET = 1.05  # times the budget: what a measured choice may take
+
+
+@dataclass
+class Search:
+    """A search.
+
+    candidates: the first one is dense, None. batches: calibration images. left_out: candidates that no layer may have,
+    and why.
+    """
+
+    subject: Subject
+    candidates: list[Candidate]
+    settings: Settings
+    plan: Plan
+    batches: list[Tensor]
+    say: Callable[[str], None]
+    left_out: dict[str, str] = field(default_factory=dict)
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    gain: float = 1.0
+    dense_shares: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.priors = [[self._prior(layer, candidate) for candidate in self.candidates] for layer in self.subject.layers]
+
+    def _prior(self, layer: Layer, candidate: Candidate) -> ResolvedPrior | None:
+        """The prior of a layer with a candidate; None if it cannot have it."""
+        try:
+            return self.subject.prior_of(layer, candidate)
+        except ValueError as error:
+            if layer.takes_support:
+                self.left_out[candidate.name] = str(error)
+            return None
+
+    # ---- times ------------------------------------------------------------------------------------------------------
+
+    def seconds(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Median seconds of calls that take turns."""
+        return timing.median_seconds(calls, self.subject.device, self.settings.seconds)
+
+    def savings(self) -> list[list[float]]:
+        """For each layer and candidate the share of the dense model's time that it saves, by the times of its attention
+        alone; the first candidate is dense.
+        """
+        subject, pixels = self.subject, self.subject.images(self.settings.batch)
+        whole = self.plan.value(
+            "seconds of the dense model",
+            lambda: self.seconds({"dense": lambda: subject.outputs(pixels, subject.dense)})["dense"],
+        )
+        calls, kinds, savings = captured(subject, pixels), dict[str, int](), list[list[float]]()
+        for number, call in enumerate(calls):
+            first = kinds.setdefault(self._kind(number, call), number)
+            name = f"seconds of layer {first + 1}"
+            if name not in self.plan:
+                self.say(f"timing layer {first + 1} with {len(self.candidates)} candidates")
+                self.plan.add(name, self._times(number, call))
+            times = self.plan.values[name]
+            dense = times["dense"]
+            self.dense_shares.append(dense / whole)
+            saved = [(dense - times[own.name]) / whole if own.name in times else -math.inf for own in self.candidates]
+            savings.append([0.0, *saved])
+        return savings
+
+    def _kind(self, number: int, call: Call) -> str:
+        """Layers of one kind take the same time."""
+        layer = call.layer
+        shapes = [tuple(weight.shape) for weight in layer.attention.parameters()]
+        priors = [prior is not None for prior in self.priors[number]]
+        described = [type(layer.attention).__name__, layer.dense.num_supports, layer.grid, layer.dense.prior, priors]
+        return json.dumps([*described, shapes, call.shapes], default=str)
+
+    def _times(self, number: int, call: Call) -> dict[str, float]:
+        """Seconds of a layer's attention, dense and with each candidate that it may have."""
+        layer, calls = call.layer, dict[str, Callable[[], object]]({"dense": call})
+        for candidate, prior in zip(self.candidates, self.priors[number], strict=True):
+            if prior is None:
+                continue
+
+            def changed(after: Any = layer.dense.with_pairs(prior)) -> object:
+                with layer.changed(after):
+                    return call()
+
+            calls[candidate.name] = changed
+        return self.seconds(calls)
+
+    # ---- losses -----------------------------------------------------------------------------------------------------
+
+    def losses(self, savings: Sequence[Sequence[float]]) -> list[list[float]]:
+        """For each layer and candidate the loss of the model with that layer changed; infinite where it saves nothing."""
+        self.dense = dense_outputs(self.subject, self.batches)
+        table = []
+        for number, saved in enumerate(savings):
+            wanted = [own for own in range(1, len(saved)) if saved[own] * UNITS >= 1]
+            names = {own: f"loss of layer {number + 1}: {self.candidates[own - 1].name}" for own in wanted}
+            left = [own for own in wanted if names[own] not in self.plan]
+            if left:
+                self.say(f"layer {number + 1} of {len(savings)}: loss of {len(left)} candidates")
+            priors = [prior for own in left if (prior := self.priors[number][own - 1]) is not None]
+            measured = losses_of_layer(self.subject, number, priors, self.batches, self.dense)
+            for own, loss in zip(left, measured, strict=True):
+                self.plan.add(names[own], loss)
+            table.append(
+                [0.0, *(self.plan.values[names[own]] if own in names else math.inf for own in range(1, len(saved)))]
+            )
+        return table
+
+    def priors_of(self, choice: Sequence[int]) -> list[ResolvedPrior | None]:
+        """The prior of each layer of a choice; None: dense, as it is."""
+        return [None if own == DENSE else self.priors[number][own - 1] for number, own in enumerate(choice)]
+
+    def loss(self, choice: Sequence[int]) -> float:
+        """The loss of the model with all of a choice, on calibration images."""
+        name = f"loss of {_digits(choice)}"
+        return self.plan.value(name, lambda: loss_of(self.subject, self.priors_of(choice), self.batches, self.dense))
+
+    # ---- the choice -------------------------------------------------------------------------------------------------
+
+    def points(self) -> list[Point]:
+        """The frontier of all budgets, by the times of layers alone."""
+        self.table = self.savings()
+        return frontier(self.table, self.losses(self.table))
+
+    def share(self, choice: Sequence[int], name: str = "choice") -> float:
+        """The share of the dense model's time that the model with a choice takes, measured with it by turns."""
+        if not any(choice):
+            return 1.0
+
+        def measure() -> float:
+            subject, pixels = self.subject, self.subject.images(self.settings.batch)
+            model = subject.built(self.priors_of(choice))
+            calls: dict[str, Callable[[], object]] = {
+                "dense": lambda: subject.outputs(pixels, subject.dense),
+                f"{name} {_digits(choice)}": lambda: subject.outputs(pixels, model),
+            }
+            first, second = self.seconds(calls).values()
+            return second / first
+
+        return self.plan.value(f"share of {_digits(choice)}", measure)
+
+    def meet(self, points: Sequence[Point], budget: float) -> Point:
+        """The choice of least loss that meets the budget when the whole model is measured.
+
+        What layers save alone is not quite what they save in the model. So the fastest choice is measured first, and
+        all savings are scaled by what it saves to what it should. Then the choice is made and measured, and made again
+        with the scale that it gives, as long as the measured time is more than `NEAR` off the budget.
+
+        Raises:
+            ValueError: for a budget that the fastest choice does not meet.
+        """
+        fastest = points[-1]
+        measured = {fastest: self.share(fastest.choice)}
+        self._correct(fastest, measured[fastest])
+        if measured[fastest] > budget:
+            raise ValueError(self._refusal(budget, measured[fastest]))
+        for _ in range(ROUNDS):
+            point = least_loss(points, 1 - (1 - budget) / self.gain) or fastest
+            predicted = 1 - self.gain * (1 - point.share)
+            if point in measured:
+                break
+            measured[point] = self.share(point.choice)
+            self.rounds.append((predicted, measured[point]))
+            self.say(f"chosen: {predicted:.3f} of the dense model's time predicted, {measured[point]:.3f} measured")
+            self._correct(point, measured[point])
+            if abs(measured[point] - budget) <= NEAR * budget:
+                break
+        meets = [point for point, share in measured.items() if share <= MET * budget]
+        return min(meets, key=lambda point: (point.loss, point.share))
+
+    def _correct(self, point: Point, measured: float) -> None:
+        if point.share < 1:
+            self.gain = max(1 - measured, 1e-6) / (1 - point.share)
+
+    def _refusal(self, budget: float, least: float) -> str:
+        """Why a budget is refused, with the image size that would meet it.
+
+        Attention of C wide tokens, T that see each other, takes 4 T C^2 multiply-adds for projections and 2 T^2 C for
+        pairs; the pairs' share q of the dense model's time grows with the square of the number of tokens, all else, and
+        all of the sparse model, as the number. So with n times the tokens the least share is least / (1 - q + n q).
+        """
+        (height, width), pairs, fastest = self.subject.sides, 0.0, 1.0
+        for layer, share, saved in zip(self.subject.layers, self.dense_shares, self.table, strict=True):
+            tokens = math.prod(layer.grid)
+            if layer in self.subject.see_all:
+                pairs += share * tokens / (tokens + 2 * layer.width)
+            fastest -= max((own for own in saved[1:] if own > -math.inf), default=0.0)
+        text = f"budget={budget} must be {math.ceil(100 * least) / 100} or more at {height}x{width} pixels on this machine"
+        if pairs < 0.001:
+            return f"{text}; larger images would not change that, as layers see windows alone"
+        growth = (min(least, fastest) / budget - 1 + pairs) / pairs
+        sides = [math.ceil(side * math.sqrt(max(growth, 1.0)) / 32) * 32 for side in (height, width)]
+        return f"{text}; at about {sides[0]}x{sides[1]} it could be met (an estimate, by how attention grows)"
+
+
+def _digits(choice: Sequence[int]) -> str:
+    return ",".join(map(str, choice))
