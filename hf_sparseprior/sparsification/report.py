@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.base.files import write_text
@@ -38,11 +36,11 @@ class Report:
     model: its class and prior before. image_size: (height, width). machine: where it was timed, with `batch` images at
     once. budget, least: shares of the dense model's time, asked for and of the fastest choice. dense_seconds: of a call
     of the dense model.
-    predicted, measured: the share of the choice, by the times of its layers and of the whole model. rounds: (predicted,
-    measured) of each choice that was tried.
+    predicted, measured: the share of the choice, by the times of its layers alone and of the whole model. rounds:
+    (predicted, measured) of each choice that was tried, predicted by what was measured before.
     loss_name: what losses are. layers: the candidate of each layer. loss, loss_sum: of the choice on the calibration
-    images, and the sum over layers by which it was chosen. frontier: (share, loss_sum) of all choices, shares scaled as
-    `predicted`.
+    images, and the sum over layers by which it was chosen. frontier: (share, loss_sum) of all choices, shares corrected by
+    what was measured.
     measure: what `rows` have. images: how many in each part. left_out: candidates that no layer could have or that save
     nothing, and why. seed, minutes: of the search; of recovery.
     """
@@ -104,8 +102,8 @@ class Report:
     def summary(self) -> list[str]:
         """What came out, in a few lines."""
         return [
-            f"The choice takes {self.measured:.3f} of the dense model's time, measured ({self.predicted:.3f} predicted; "
-            f"budget {self.budget:g}, least {self.least:.3f})."
+            f"The choice takes {self.measured:.3f} of the dense model's time, measured; the times of its layers alone "
+            f"give {self.predicted:.3f}. The budget is {self.budget:g}, the fastest choice takes {self.least:.3f}."
         ]
 
     def _table(self) -> str:
@@ -144,10 +142,3 @@ def _value(row: Row) -> str:
         return row.note
     interval = "" if row.low is None else f" ({row.low:.4f} to {row.high:.4f})"
     return f"{row.value:.4f}{interval}{'; ' + row.note if row.note else ''}"
-
-
-def of_json(content: dict[str, Any]) -> Report:
-    """The report of `Report.to_json`."""
-    rows = [Row(**row) for row in content["rows"]]
-    pairs: dict[str, Sequence[Any]] = {name: [tuple(pair) for pair in content[name]] for name in ("rounds", "frontier")}
-    return Report(**{**content, **pairs, "rows": rows, "image_size": tuple(content["image_size"])})

@@ -118,10 +118,10 @@ class Search:
             left = [own for own in wanted if names[own] not in self.plan]
             if left:
                 self.say(f"layer {number + 1} of {len(savings)}: loss of {len(left)} candidates")
-            priors = [prior for own in left if (prior := self.priors[number][own - 1]) is not None]
-            measured = losses_of_layer(self.subject, number, priors, self.batches, self.dense)
-            for own, loss in zip(left, measured, strict=True):
-                self.plan.add(names[own], loss)
+                priors = [prior for own in left if (prior := self.priors[number][own - 1]) is not None]
+                measured = losses_of_layer(self.subject, number, priors, self.batches, self.dense)
+                for own, loss in zip(left, measured, strict=True):
+                    self.plan.add(names[own], loss)
             table.append(
                 [0.0, *(self.plan.values[names[own]] if own in names else math.inf for own in range(1, len(saved)))]
             )

@@ -71,11 +71,12 @@ def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, 
     finally:
         for handle in handles:
             handle.remove()
-    shapes = {_tokens(output).shape for output in seen}
+    shapes = {tokens_of(output).shape for output in seen}
     return seen[number - 1] if len(seen) == len(blocks) and len(shapes) == 1 else None
 
 
-def _tokens(output: Any) -> Tensor:
+def tokens_of(output: Any) -> Tensor:
+    """The tokens that a block gives, alone or as the first of several things."""
     return output if isinstance(output, Tensor) else output[0]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_sparseprior.base.checks import check_finite, check_integer, check_keys, check_within
+from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
 
-TUNING = ("full", "lora")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     test: int = 1000
     seconds: float = 5.0
     minutes: float = 0.0
-    tuning: str = TUNING[0]
+    tuning: str = TUNING_AFTERWARDS[0]
     learning_rate: float | None = None
 
     @classmethod
@@ -54,9 +54,9 @@ class Settings:
         check_finite("minutes", settings.minutes)
         if settings.learning_rate is not None:
             check_finite("learning_rate", settings.learning_rate, zero=False)
-        if settings.tuning not in TUNING:
-            raise ValueError(f"tuning={settings.tuning!r} must be one of {', '.join(TUNING)}")
-        if not settings.minutes and (settings.tuning != TUNING[0] or settings.learning_rate is not None):
+        if settings.tuning not in TUNING_AFTERWARDS:
+            raise ValueError(f"tuning={settings.tuning!r} must be one of {', '.join(TUNING_AFTERWARDS)}")
+        if not settings.minutes and (settings.tuning != TUNING_AFTERWARDS[0] or settings.learning_rate is not None):
             raise ValueError("tuning and learning_rate are of recovery, for which minutes is 0")
         return settings
 

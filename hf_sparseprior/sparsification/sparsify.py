@@ -31,6 +31,7 @@ from hf_sparseprior.sparsification.candidates import default_candidates, parse_c
 from hf_sparseprior.sparsification.choice import Point
 from hf_sparseprior.sparsification.data import Images, Parts, digest, read_images, split
 from hf_sparseprior.sparsification.plan import Plan
+from hf_sparseprior.sparsification.recovery import STATE, Recovery
 from hf_sparseprior.sparsification.report import JSON, Report, Row
 from hf_sparseprior.sparsification.search import Search
 from hf_sparseprior.sparsification.settings import Settings, check_budget
@@ -155,6 +156,13 @@ class _Job:
             "the choice": (share, lambda pixels: subject.outputs(pixels, model)),
         }
         absent = {}
+        if search.settings.minutes:
+            folder = None if search.plan.path is None else search.plan.path.parent
+            learner = subject.built(search.priors_of(point.choice))
+            learned = Recovery(subject, learner, self.images, self.parts.recovery, search.settings, folder).run(search.say)
+            models["after recovery"] = share, lambda pixels: subject.outputs(pixels, learned)
+        else:
+            learned = model
         search.say("comparing with one candidate in all layers and with smaller images")
         uniform = baselines.best_uniform(search, budget)
         if isinstance(uniform, str):
@@ -174,7 +182,7 @@ class _Job:
         values = measured(subject, self.images, self.parts.test, {name: run for name, (_, run) in models.items()})
         rows = [Row(name, models[name][0], *values[name]) for name in models]
         rows += [Row(name, note=f"left out: {why}") for name, why in absent.items()]
-        return Sparsified(model, self._report(points, point, budget, rows), self.processor)
+        return Sparsified(learned, self._report(points, point, budget, rows), self.processor)
 
     def _report(self, points: Sequence[Point], point: Point, budget: float, rows: list[Row]) -> Report:
         search, subject, gain = self.search, self.search.subject, self.search.gain
@@ -187,7 +195,7 @@ class _Job:
             budget=budget,
             least=search.share(points[-1].choice),
             dense_seconds=search.plan.values["seconds of the dense model"],
-            predicted=1 - gain * (1 - point.share),
+            predicted=point.share,
             measured=search.share(point.choice),
             rounds=search.rounds,
             loss_name=subject.loss_name,
@@ -223,6 +231,8 @@ def _begin(
     prepared = fitted_processor(saved, subject.exported)
     images = _images(given, labels, subject, prepared)
     parts = split(images, settings.calibration, settings.test, settings.seed)
+    if settings.minutes and not parts.recovery:
+        raise ValueError(f"minutes={settings.minutes}: {images.count} images leave none for recovery; give more")
     batches = [images.pixels(numbers) for numbers in images.batches(parts.calibration, CALIBRATION_BATCH)]
     tokens = max(layer.grid[0] * layer.grid[1] for layer in subject.layers)
     listed = settings.candidates
@@ -278,3 +288,4 @@ def _write_into(found: Sparsified, folder: Path) -> None:
             if place.is_dir():
                 shutil.rmtree(place)
             replace_durably(Path(scratch) / name, place)
+    (folder / STATE).unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from hf_sparseprior.analysis.layers import attention_layers
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.cli.deployment import own_copy
-from hf_sparseprior.cli.exportable import Exportable
+from hf_sparseprior.cli.exportable import Exportable, vision_config
+from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.pretrained import copy_weights
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import parse_prior, prior_name, pruning_of, resolve_prior
@@ -85,8 +87,12 @@ class Subject:
         self.exported = Exportable(copy.deepcopy(self.original), sides)
         self.dense: Any = self.exported.model.to(device)  # resized
         self.sides, self.ours = self.exported.sides, self.exported.family is not None
+        # Whether it is a model of transformers that interpolates positions when it is asked to.
+        self.interpolates = not self.ours and "interpolate_pos_encoding" in signature(self.dense.forward).parameters
         if self.exported.num_frames is not None:
             raise ValueError(f"{self.exported.title} takes clips; sparsify is for models of images")
+        if not self.ours and stock_priors(self.original):
+            raise ValueError(f"{self.exported.title} must have no prior; hf_sparseprior.remove_prior(model) takes it away")
         self.model: Any = self.dense if self.ours else apply_prior(copy.deepcopy(self.original), "dense").to(device)
         self.layers = self._our_layers() if self.ours else self._stock_layers()
         patches = max(math.prod(layer.grid) for layer in self.layers)
@@ -139,7 +145,10 @@ class Subject:
         pixels = pixels.to(self.device)
         if self.exported.in_timm:
             return model(pixels)
-        output = model(pixel_values=pixels, **self.exported.options)
+        options = {}
+        if self.interpolates and tuple(pixels.shape[-2:]) != as_pair(vision_config(model).image_size):
+            options["interpolate_pos_encoding"] = True
+        output = model(pixel_values=pixels, **options)
         if (logits := output.get("logits")) is not None:
             return logits
         pooled = output.get("pooler_output")
