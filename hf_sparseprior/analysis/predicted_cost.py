@@ -173,9 +173,7 @@ def call_of(
     return step if trains else forward
 
 
-def interleaved_rounds(
-    calls: Sequence[Callable[[], object]], device: torch.device, budget: float
-) -> list[list[float]]:
+def interleaved_rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
     """Seconds a call, for each round and call. The calls take turns.
 
     Args:

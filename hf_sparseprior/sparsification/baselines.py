@@ -13,6 +13,7 @@ from hf_sparseprior.sparsification.choice import DENSE
 from hf_sparseprior.sparsification.search import Search
 
 Forward = Callable[[Tensor], Tensor]
+STEPS = 20  # of the share of patches that token merging leaves
 
 
 def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], float] | str:
@@ -51,30 +52,58 @@ def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float
     def run(step: int) -> Forward:
         return lambda pixels: subject.outputs(_resized(pixels, sides(step)), subject.dense)
 
-    def measured(step: int) -> float:
-        small, large = _resized(subject.images(settings.batch), sides(step)), subject.images(settings.batch)
-        calls: dict[str, Callable[[], object]] = {
-            "dense": lambda: subject.outputs(large, subject.dense),
-            f"resolution {'x'.join(map(str, sides(step)))}": lambda: subject.outputs(small, subject.dense),
-        }
-        first, second = search.seconds(calls).values()
-        return second / first
-
     def share_of(step: int) -> float:
-        return search.plan.value(f"share of {'x'.join(map(str, sides(step)))} pixels", lambda: measured(step))
+        size, pixels = "x".join(map(str, sides(step))), subject.images(settings.batch)
+        small = _resized(pixels, sides(step))
+
+        def measure() -> float:
+            return search.ratio(f"resolution {size}", lambda: subject.outputs(small, subject.dense))
+
+        return search.plan.value(f"share of {size} pixels", measure)
 
     try:
         with torch.no_grad():
             run(max(1, steps // 2))(subject.images(1))
     except (ValueError, RuntimeError, AssertionError) as error:
         return f"the model takes images of {full[0]}x{full[1]} pixels alone ({str(error).splitlines()[0]:.80})"
-    low, high = 0, steps  # the largest size known to be fast enough, the smallest one that is not
+    if not (step := largest_step(steps, lambda step: share_of(step) <= share)):
+        return "no smaller image takes so little time"
+    return sides(step), share_of(step), run(step)
+
+
+def token_merging(search: Search, share: float) -> tuple[float, float, Forward] | str:
+    """The dense model that merges similar patches, as few as it may to take no more than a share of its time.
+
+    Returns:
+        The share of the patches that is left after the last block, its share of the time, and the model; or why there
+        is none.
+    """
+    subject, settings = search.subject, search.settings
+    try:
+        subject.merging(0.5)
+    except ValueError as error:
+        return str(error)
+
+    def share_of(step: int) -> float:
+        def measure() -> float:
+            pixels, model = subject.images(settings.batch), subject.merging(step / STEPS)
+            return search.ratio(f"merging {step / STEPS:g}", lambda: subject.outputs(pixels, model))
+
+        return search.plan.value(f"share of merging {step / STEPS:g}", measure)
+
+    if not (step := largest_step(STEPS, lambda step: share_of(step) <= share)):
+        return "it does not take so little time"
+    model = subject.merging(step / STEPS)
+    return step / STEPS, share_of(step), lambda pixels: subject.outputs(pixels, model)
+
+
+def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:
+    """The largest step below `steps` that is fast, of times that rise with the step; 0: none is."""
+    low, high = 0, steps
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if share_of(middle) <= share else (low, middle)
-    if not low:
-        return "no smaller image takes so little time"
-    return sides(low), share_of(low), run(low)
+        low, high = (middle, high) if is_fast(middle) else (low, middle)
+    return low
 
 
 def _patch(search: Search) -> Sequence[int]:

@@ -15,9 +15,7 @@ from hf_sparseprior.priors.prior import parse_prior
 CURVE = "hilbert"  # the order of patches along which windows are about square
 # Settings of each support that are tried, shares of the pairs left out in percent; of others their defaults.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "window": [
-        {"pruning_ratio": ratio, **order} for ratio in (75, 90, 97) for order in ({}, {"order": CURVE})
-    ],
+    "window": [{"pruning_ratio": ratio, **order} for ratio in (75, 90, 97) for order in ({}, {"order": CURVE})],
     "longformer": [{"pruning_ratio": 90}],
     "strided": [{"pruning_ratio": 90}],
     "random": [{"pruning_ratio": 90}],
@@ -51,7 +49,9 @@ def default_candidates(num_tokens: int) -> list[Candidate]:
         if name == "fibottention":
             widths = sorted({max(1, num_tokens // part) for part in W_MAX}, reverse=True)
             settings = [
-                {"w_min": min(5, width), "w_max": width, **order} for width in widths for order in ({}, {"order": CURVE})
+                {"w_min": min(5, width), "w_max": width, **order}
+                for width in widths
+                for order in ({}, {"order": CURVE})
             ]
         found += [Candidate(_name(name, own), {"name": name, **own}) for own in settings]
     return [*found, Candidate(_name("topk", TOP_K), None, {"name": "topk", **TOP_K})]
@@ -86,8 +86,8 @@ def _parsed(spec: Any) -> Candidate:
     for slot, value in slots.items():
         if slot not in ("support", "predictor") and value not in (None, "none", "softmax", []):
             raise ValueError(
-                f"candidates: {spec!r} fills the slot {slot!r}; a candidate is a support or a predictor, all else stays "
-                "as it is in the model"
+                f"candidates: {spec!r} fills the slot {slot!r}; a candidate is a support or a predictor, all else "
+                "stays as it is in the model"
             )
     for slot, registry in (("support", SUPPORTS), ("predictor", PREDICTORS)):
         if slots[slot] not in (None, "none"):

@@ -30,5 +30,9 @@ def run(arguments: argparse.Namespace) -> list[str]:
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     report = found.report
-    rows = [f"{row.name}: {report.measure} {row.value:.4f} at {row.share:.3f} of the time" for row in report.rows if row.value is not None and row.share is not None]
+    rows = [
+        f"{row.name}: {report.measure} {row.value:.4f} at {row.share:.3f} of the time"
+        for row in report.rows
+        if row.value is not None and row.share is not None
+    ]
     return [*report.summary(), *rows, f"{arguments.out}: the model, report.md, report.json and frontier.png"]

@@ -70,6 +70,8 @@ def split(images: Images, calibration: int, test: int, seed: int) -> Parts:
     else:
         named = set(images.test)
         others, tested = [n for n in numbers if n not in named], [n for n in numbers if n in named]
+    if not others or not tested:
+        raise ValueError(f"{TRAIN} and {TEST} must both have images; they have {len(others)} and {len(tested)}")
     seen = min(calibration, max(1, len(others) // 2))
     return Parts(others[:seen], others[seen:], tested[:test])
 

@@ -34,7 +34,9 @@ class Plan:
             if before != self.key:
                 known = before if isinstance(before, dict) else {}
                 names = [name for name in self.key if known.get(name) != self.key[name]]
-                raise ValueError(f"{self.path} is of another {' and '.join(names)}; remove it, or choose another folder")
+                raise ValueError(
+                    f"{self.path} is of another {' and '.join(names)}; remove it, or choose another folder"
+                )
             self.values = content["values"]
 
     def __contains__(self, name: str) -> bool:

@@ -42,7 +42,13 @@ class Recovery:
     """
 
     def __init__(
-        self, subject: Subject, model: Any, images: Images, numbers: Sequence[int], settings: Settings, folder: Path | None
+        self,
+        subject: Subject,
+        model: Any,
+        images: Images,
+        numbers: Sequence[int],
+        settings: Settings,
+        folder: Path | None,
     ) -> None:
         self.subject, self.images, self.numbers, self.settings = subject, images, list(numbers), settings
         names = {module: name for name, module in subject.model.named_modules()}
@@ -78,7 +84,9 @@ class Recovery:
                 self.steps += 1
                 if self.spent - said >= SAID_EVERY:
                     said = self.spent
-                    say(f"recovery: {self.spent / 60:.1f} of {total / 60:g} minutes, step {self.steps}, loss {loss:.4g}")
+                    say(
+                        f"recovery: {self.spent / 60:.1f} of {total / 60:g} minutes, step {self.steps}, loss {loss:.4g}"
+                    )
                 if self.spent - saved >= SAVED_EVERY:
                     saved = self.spent
                     self._save()

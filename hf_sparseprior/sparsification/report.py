@@ -39,10 +39,10 @@ class Report:
     predicted, measured: the share of the choice, by the times of its layers alone and of the whole model. rounds:
     (predicted, measured) of each choice that was tried, predicted by what was measured before.
     loss_name: what losses are. layers: the candidate of each layer. loss, loss_sum: of the choice on the calibration
-    images, and the sum over layers by which it was chosen. frontier: (share, loss_sum) of all choices, shares corrected by
-    what was measured.
-    measure: what `rows` have. images: how many in each part. left_out: candidates that no layer could have or that save
-    nothing, and why. seed, minutes: of the search; of recovery.
+    images, and the sum over layers by which it was chosen. frontier: (share, loss_sum) of all choices, their shares
+    corrected by what was measured.
+    measure: what `rows` have. images: how many in each part. left_out: candidates that no layer could have or that
+    save nothing, and why. seed, minutes: of the search; of recovery.
     """
 
     model: str
@@ -91,8 +91,8 @@ class Report:
             "",
             markdown_table(("layer", "pairs"), [(str(n), name) for n, name in enumerate(self.layers, 1)]),
             "",
-            f"Loss: {self.loss_name}, on {self.images['calibration']} images. Of the choice {self.loss:.4g}; the sum of "
-            f"its layers changed one by one, by which it was chosen, {self.loss_sum:.4g}.",
+            f"Loss: {self.loss_name}, on {self.images['calibration']} images. Of the choice {self.loss:.4g}; the sum "
+            f"of its layers changed one by one, by which it was chosen, {self.loss_sum:.4g}.",
             "",
         ]
         if self.left_out:

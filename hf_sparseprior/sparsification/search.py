@@ -1,4 +1,4 @@
-"""The search: times of layers, losses of layers, the frontier, and the choice that meets the budget when it is measured."""
+"""The search: times and losses of layers, the frontier, and the choice that meets the budget when it is measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from torch import Tensor
 
 from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.candidates import Candidate
 from hf_sparseprior.sparsification.choice import DENSE, UNITS, Point, frontier, least_loss
@@ -28,8 +29,10 @@ MET = 1.05  # times the budget: what a measured choice may take
 class Search:
     """A search.
 
-    candidates: the first one is dense, None. batches: calibration images. left_out: candidates that no layer may have,
-    and why.
+    candidates: numbered from 1 in choices, where `DENSE` stands for none. batches: calibration images. refused: why
+    layers cannot have a candidate, by its name. rounds: (predicted, measured) shares of choices. gain: what choices
+    save in the whole model, in units of what their layers save alone. dense_shares: of the dense model's time, of each
+    layer's attention.
     """
 
     subject: Subject
@@ -38,13 +41,15 @@ class Search:
     plan: Plan
     batches: list[Tensor]
     say: Callable[[str], None]
-    left_out: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     rounds: list[tuple[float, float]] = field(default_factory=list)
     gain: float = 1.0
     dense_shares: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.priors = [[self._prior(layer, candidate) for candidate in self.candidates] for layer in self.subject.layers]
+        self.priors = [
+            [self._prior(layer, candidate) for candidate in self.candidates] for layer in self.subject.layers
+        ]
 
     def _prior(self, layer: Layer, candidate: Candidate) -> ResolvedPrior | None:
         """The prior of a layer with a candidate; None if it cannot have it."""
@@ -52,8 +57,18 @@ class Search:
             return self.subject.prior_of(layer, candidate)
         except ValueError as error:
             if layer.takes_support:
-                self.left_out[candidate.name] = str(error)
+                self.refused[candidate.name] = str(error)
             return None
+
+    def unused(self) -> dict[str, str]:
+        """Candidates that are faster than dense attention in no layer or that no layer can have, and why."""
+        found = {}
+        for own, candidate in enumerate(self.candidates):
+            if all(priors[own] is None for priors in self.priors):
+                found[candidate.name] = self.refused.get(candidate.name, "no layer takes a prior")
+            elif all(saved[own + 1] * UNITS < 1 for saved in self.table):
+                found[candidate.name] = "no faster than dense attention"
+        return found
 
     # ---- times ------------------------------------------------------------------------------------------------------
 
@@ -96,20 +111,14 @@ class Search:
         """Seconds of a layer's attention, dense and with each candidate that it may have."""
         layer, calls = call.layer, dict[str, Callable[[], object]]({"dense": call})
         for candidate, prior in zip(self.candidates, self.priors[number], strict=True):
-            if prior is None:
-                continue
-
-            def changed(after: Any = layer.dense.with_pairs(prior)) -> object:
-                with layer.changed(after):
-                    return call()
-
-            calls[candidate.name] = changed
+            if prior is not None:
+                calls[candidate.name] = partial(_with_pairs, layer.dense.with_pairs(prior), call)
         return self.seconds(calls)
 
     # ---- losses -----------------------------------------------------------------------------------------------------
 
     def losses(self, savings: Sequence[Sequence[float]]) -> list[list[float]]:
-        """For each layer and candidate the loss of the model with that layer changed; infinite where it saves nothing."""
+        """For each layer and candidate the loss of the model with that layer changed; infinite if it saves nothing."""
         self.dense = dense_outputs(self.subject, self.batches)
         table = []
         for number, saved in enumerate(savings):
@@ -121,6 +130,8 @@ class Search:
                 priors = [prior for own in left if (prior := self.priors[number][own - 1]) is not None]
                 measured = losses_of_layer(self.subject, number, priors, self.batches, self.dense)
                 for own, loss in zip(left, measured, strict=True):
+                    if not math.isfinite(loss):
+                        raise ValueError(f"{names[own]} is {loss}; images and outputs must be finite")
                     self.plan.add(names[own], loss)
             table.append(
                 [0.0, *(self.plan.values[names[own]] if own in names else math.inf for own in range(1, len(saved)))]
@@ -149,16 +160,17 @@ class Search:
             return 1.0
 
         def measure() -> float:
-            subject, pixels = self.subject, self.subject.images(self.settings.batch)
-            model = subject.built(self.priors_of(choice))
-            calls: dict[str, Callable[[], object]] = {
-                "dense": lambda: subject.outputs(pixels, subject.dense),
-                f"{name} {_digits(choice)}": lambda: subject.outputs(pixels, model),
-            }
-            first, second = self.seconds(calls).values()
-            return second / first
+            pixels, model = self.subject.images(self.settings.batch), self.subject.built(self.priors_of(choice))
+            return self.ratio(f"{name} {_digits(choice)}", lambda: self.subject.outputs(pixels, model))
 
         return self.plan.value(f"share of {_digits(choice)}", measure)
+
+    def ratio(self, name: str, call: Callable[[], object]) -> float:
+        """Seconds of a call as a share of those of the dense model, which takes turns with it."""
+        pixels = self.subject.images(self.settings.batch)
+        dense = lambda: self.subject.outputs(pixels, self.subject.dense)  # noqa: E731
+        first, second = self.seconds({"dense": dense, name: call}).values()
+        return second / first
 
     def meet(self, points: Sequence[Point], budget: float) -> Point:
         """The choice of least loss that meets the budget when the whole model is measured.
@@ -187,7 +199,9 @@ class Search:
             if abs(measured[point] - budget) <= NEAR * budget:
                 break
         meets = [point for point, share in measured.items() if share <= MET * budget]
-        return min(meets, key=lambda point: (point.loss, point.share))
+        best = min(meets, key=lambda point: (point.loss, point.share))
+        self._correct(best, measured[best])
+        return best
 
     def _correct(self, point: Point, measured: float) -> None:
         if point.share < 1:
@@ -206,12 +220,19 @@ class Search:
             if layer in self.subject.see_all:
                 pairs += share * tokens / (tokens + 2 * layer.width)
             fastest -= max((own for own in saved[1:] if own > -math.inf), default=0.0)
-        text = f"budget={budget} must be {math.ceil(100 * least) / 100} or more at {height}x{width} pixels on this machine"
+        text = (
+            f"budget={budget} must be {math.ceil(100 * least) / 100} or more at {height}x{width} pixels on this machine"
+        )
         if pairs < 0.001:
             return f"{text}; larger images would not change that, as layers see windows alone"
         growth = (min(least, fastest) / budget - 1 + pairs) / pairs
         sides = [math.ceil(side * math.sqrt(max(growth, 1.0)) / 32) * 32 for side in (height, width)]
         return f"{text}; at about {sides[0]}x{sides[1]} it could be met (an estimate, by how attention grows)"
+
+
+def _with_pairs(after: PriorAttention, call: Call) -> object:
+    with call.layer.changed(after):
+        return call()
 
 
 def _digits(choice: Sequence[int]) -> str:

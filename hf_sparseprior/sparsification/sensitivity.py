@@ -33,9 +33,7 @@ def loss_of(
         batches: images (B, channels, height, width). dense: `dense_outputs` of them.
     """
     with subject.changed(priors):
-        losses = [
-            subject.loss(subject.outputs(pixels), own) for pixels, own in zip(batches, dense, strict=True)
-        ]
+        losses = [subject.loss(subject.outputs(pixels), own) for pixels, own in zip(batches, dense, strict=True)]
     return float(torch.cat(losses).mean())
 
 
@@ -84,7 +82,7 @@ def tokens_of(output: Any) -> Tensor:
 def _skipped(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
     """Inside the block these modules give an output without running."""
     for block in blocks:
-        block.forward = lambda *args, **kwargs: output  # type: ignore[method-assign]
+        block.forward = lambda *args, **kwargs: output
     try:
         yield
     finally:

@@ -11,7 +11,6 @@ from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
 
 
-
 @dataclass(frozen=True)
 class Settings:
     """How a search is done.

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from hf_sparseprior.base.files import check_new, replace_durably, whole_folder, write_text
+from hf_sparseprior.base.files import replace_durably, whole_folder, write_text
 from hf_sparseprior.cli.deployment import fitted_processor, saved_processor, stock_sides
 from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.labelled_images import pixel_values
@@ -159,7 +159,9 @@ class _Job:
         if search.settings.minutes:
             folder = None if search.plan.path is None else search.plan.path.parent
             learner = subject.built(search.priors_of(point.choice))
-            learned = Recovery(subject, learner, self.images, self.parts.recovery, search.settings, folder).run(search.say)
+            learned = Recovery(subject, learner, self.images, self.parts.recovery, search.settings, folder).run(
+                search.say
+            )
             models["after recovery"] = share, lambda pixels: subject.outputs(pixels, learned)
         else:
             learned = model
@@ -177,7 +179,12 @@ class _Job:
         else:
             sides, own, run = smaller
             models[f"dense at {sides[0]}x{sides[1]} pixels"] = own, run
-        absent["token merging"] = "not available for this model"
+        merging = baselines.token_merging(search, share)
+        if isinstance(merging, str):
+            absent["token merging"] = merging
+        else:
+            keep, own, merge = merging
+            models[f"dense, patches merged to {keep:g} of them"] = own, merge
         search.say(f"testing {len(models)} models on {len(self.parts.test)} images")
         values = measured(subject, self.images, self.parts.test, {name: run for name, (_, run) in models.items()})
         rows = [Row(name, models[name][0], *values[name]) for name in models]
@@ -206,7 +213,7 @@ class _Job:
             measure=measure_name(subject, self.images),
             rows=rows,
             images={name: len(getattr(self.parts, name)) for name in ("calibration", "recovery", "test")},
-            left_out=search.left_out,
+            left_out=search.unused(),
             seed=search.settings.seed,
             minutes=search.settings.minutes,
         )
@@ -247,8 +254,8 @@ def _begin(
         "seconds": settings.seconds,
     }
     search = Search(subject, candidates, settings, Plan(folder, key), batches, say)
-    if listed is not None and len(search.left_out) == len(candidates):
-        raise ValueError("candidates: no layer can have any; " + "; ".join(search.left_out.values()))
+    if not any(prior for priors in search.priors for prior in priors):
+        raise ValueError(f"candidates: no layer can have any; {next(iter(search.refused.values()), 'none is given')}")
     return _Job(search, images, parts, prepared)
 
 

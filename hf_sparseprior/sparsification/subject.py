@@ -19,7 +19,7 @@ from hf_sparseprior.adapters.stock import apply_prior
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.analysis.layers import attention_layers
-from hf_sparseprior.base.families import family_of
+from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.cli.deployment import own_copy
 from hf_sparseprior.cli.exportable import Exportable, vision_config
@@ -29,6 +29,7 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import parse_prior, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.sparsification.candidates import Candidate
 
+MERGING = "tome"  # the extra that merges patches
 KL, CHANGE = "KL divergence of class probabilities from the dense model's", "relative change of the output's square"
 
 
@@ -92,7 +93,9 @@ class Subject:
         if self.exported.num_frames is not None:
             raise ValueError(f"{self.exported.title} takes clips; sparsify is for models of images")
         if not self.ours and stock_priors(self.original):
-            raise ValueError(f"{self.exported.title} must have no prior; hf_sparseprior.remove_prior(model) takes it away")
+            raise ValueError(
+                f"{self.exported.title} must have no prior; hf_sparseprior.remove_prior(model) takes it away"
+            )
         self.model: Any = self.dense if self.ours else apply_prior(copy.deepcopy(self.original), "dense").to(device)
         self.layers = self._our_layers() if self.ours else self._stock_layers()
         patches = max(math.prod(layer.grid) for layer in self.layers)
@@ -159,7 +162,7 @@ class Subject:
         """Whether its outputs are logits of classes of which an image has one."""
         model = self.exported.model
         problem = getattr(getattr(model, "config", None), "problem_type", None)
-        named = "logits" in self.exported.named(self.images(1).to(self.device))
+        named = "logits" in self.exported.named(self.images(1))
         with torch.no_grad():
             outputs = self.outputs(self.images(1))
         alone = problem in (None, "single_label_classification")
@@ -180,7 +183,7 @@ class Subject:
 
     def images(self, batch: int) -> Tensor:
         """Random images, for timing."""
-        return self.exported.images(batch)
+        return self.exported.images(batch).to(self.device)
 
     # ---- its layers with other pairs --------------------------------------------------------------------------------
 
@@ -193,10 +196,26 @@ class Subject:
         if not layer.takes_support:
             raise ValueError("this layer takes no prior")
         slots = {**layer.dense.prior, "support": candidate.support, "predictor": candidate.predictor}
-        prior = resolve_prior(slots, layer.dense.num_supports, layer.grid)  # type: ignore[arg-type]
+        prior = resolve_prior(slots, layer.dense.num_supports, layer.grid)
         if self.ours:
             self.model.config.check_prior(prior)
         return prior
+
+    def merging(self, keep: float) -> Any:
+        """The dense model that merges similar patches until this share of them is left.
+
+        Raises:
+            ValueError: for a model that cannot.
+        """
+        if MERGING not in EXTRAS:
+            raise ValueError(f"this version has no extra {MERGING!r}")
+        if not self.ours or isinstance(self.dense.config.prior, list):
+            raise ValueError(f"{self.exported.title} has no token merging here")
+        config = copy.deepcopy(self.dense.config)
+        config.prior = {**config.prior, "extras": [*config.prior["extras"], {"name": MERGING, "keep": keep}]}
+        model = type(self.dense)(config)
+        copy_weights(self.dense, model)
+        return model.eval().requires_grad_(False).to(self.device)
 
     @contextmanager
     def changed(self, priors: Sequence[ResolvedPrior | None]) -> Iterator[None]:
@@ -212,11 +231,15 @@ class Subject:
         Raises:
             ValueError: if it cannot have them.
         """
-        every = [layer.dense.prior if prior is None else prior for layer, prior in zip(self.layers, priors, strict=True)]
+        every = [
+            layer.dense.prior if prior is None else prior for layer, prior in zip(self.layers, priors, strict=True)
+        ]
         if not self.ours:
             return apply_prior(copy.deepcopy(self.original), {"layers": every}).to(self.device)
         config = copy.deepcopy(self.dense.config)
-        config.prior = {"layers": [prior for prior, layer in zip(every, self.layers, strict=True) if layer.takes_support]}
+        config.prior = {
+            "layers": [prior for prior, layer in zip(every, self.layers, strict=True) if layer.takes_support]
+        }
         model = type(self.dense)(config)
         copy_weights(self.dense, model)
         return model.eval().requires_grad_(False).to(self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
@@ -10,9 +10,7 @@ import torch
 from hf_sparseprior.analysis.predicted_cost import interleaved_rounds
 
 
-def median_seconds(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, budget: float
-) -> dict[str, float]:
+def median_seconds(calls: Mapping[str, Callable[[], object]], device: torch.device, budget: float) -> dict[str, float]:
     """Median seconds of each call, which take turns.
 
     Args:
@@ -22,8 +20,3 @@ def median_seconds(
     with torch.no_grad():
         rounds = interleaved_rounds(list(calls.values()), device, budget)
     return dict(zip(calls, map(median, zip(*rounds, strict=True)), strict=True))
-
-
-def shared(times: Mapping[str, float], dense: str) -> dict[str, float]:
-    """Times as shares of that of the dense model, whose name is `dense`."""
-    return {name: seconds / times[dense] for name, seconds in times.items()}

@@ -89,7 +89,14 @@ def test_a_budget_below_the_fastest_choice_is_refused(kind, timer):
 
 def test_windows_do_not_grow_with_the_image(timer):
     timer()
-    options = {"embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4, "image_size": 32, "patch_size": 2}
+    options = {
+        "embed_dim": 8,
+        "depths": [1, 2],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "image_size": 32,
+        "patch_size": 2,
+    }
     model = sp.SparsePriorSwinForImageClassification(sp.SparsePriorSwinConfig(**options))
     given = {**SETTINGS, "candidates": [{"name": "window", "w": 2}]}
     with pytest.raises(ValueError, match="larger images would not change that, as layers see windows alone"):
@@ -319,7 +326,7 @@ def test_a_list_of_images_is_prepared_as_the_model_wants_them(timer):
     photos_of = [Image.fromarray(np.full((40, 40, 3), 10 * number, np.uint8)) for number in range(12)]
     report = sp.sparsify(model_of("ours"), photos_of, 0.6, settings=SETTINGS).report
     assert report.images == {"calibration": 3, "recovery": 3, "test": 6}
-    with pytest.raises(ValueError, match="has no preprocessor_config.json"):
+    with pytest.raises(ValueError, match="has no preprocessor_config"):
         sp.sparsify(model_of("transformers"), photos_of, 0.6, settings=SETTINGS)
 
 
