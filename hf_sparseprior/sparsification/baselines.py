@@ -79,10 +79,6 @@ def token_merging(search: Search, share: float) -> tuple[float, float, Forward] 
         is none.
     """
     subject, settings = search.subject, search.settings
-    try:
-        subject.merging(0.5)
-    except ValueError as error:
-        return str(error)
 
     def share_of(step: int) -> float:
         def measure() -> float:
@@ -91,10 +87,21 @@ def token_merging(search: Search, share: float) -> tuple[float, float, Forward] 
 
         return search.plan.value(f"share of merging {step / STEPS:g}", measure)
 
-    if not (step := largest_step(STEPS, lambda step: share_of(step) <= share)):
+    def is_fast(step: int) -> bool:
+        try:
+            return share_of(step) <= share
+        except ValueError:  # a block cannot merge so many
+            return True
+
+    try:
+        subject.merging((STEPS - 1) / STEPS)
+        step = largest_step(STEPS, is_fast) or 1
+        model = subject.merging(step / STEPS)
+    except ValueError as error:
+        return str(error)
+    if (own := share_of(step)) > share:
         return "it does not take so little time"
-    model = subject.merging(step / STEPS)
-    return step / STEPS, share_of(step), lambda pixels: subject.outputs(pixels, model)
+    return step / STEPS, own, lambda pixels: subject.outputs(pixels, model)
 
 
 def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:
