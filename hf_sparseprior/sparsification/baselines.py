@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hf_sparseprior.adapters.token_layout import patch_projection
 from hf_sparseprior.sparsification.choice import DENSE
-from hf_sparseprior.sparsification.search import Search
+from hf_sparseprior.sparsification.search import MET, Search
 
 Forward = Callable[[Tensor], Tensor]
 STEPS = 20  # of the share of patches that token merging leaves
@@ -29,7 +29,7 @@ def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], f
         if any(choice) and predicted <= budget:
             found.append((search.loss(choice), own, choice))
     for _, own, choice in sorted(found):
-        if (share := search.share(choice, "uniform")) <= 1.05 * budget:
+        if (share := search.share(choice, "uniform")) <= MET * budget:
             return search.candidates[own - 1].name, choice, share
     return "no candidate in all layers meets the budget"
 
@@ -44,6 +44,9 @@ def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float
     subject, settings = search.subject, search.settings
     full, patch = subject.sides, _patch(search)
     steps = min(side // size for side, size in zip(full, patch, strict=True))
+
+    if subject.windows and not subject.ours:  # transformers' Swin keeps the window that a small image makes it take
+        return "its windows would follow the smaller images, and stay so"
 
     def sides(step: int) -> tuple[int, int]:
         high, wide = (max(1, round(side / size * step / steps)) * size for side, size in zip(full, patch, strict=True))
@@ -61,12 +64,18 @@ def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float
 
         return search.plan.value(f"share of {size} pixels", measure)
 
-    try:
-        with torch.no_grad():
-            run(max(1, steps // 2))(subject.images(1))
-    except (ValueError, RuntimeError, AssertionError) as error:
-        return f"the model takes images of {full[0]}x{full[1]} pixels alone ({str(error).splitlines()[0]:.80})"
-    if not (step := largest_step(steps, lambda step: share_of(step) <= share)):
+    def why_not(step: int) -> str | None:
+        try:
+            with torch.no_grad():
+                run(step)(subject.images(1))
+        except (ValueError, RuntimeError, AssertionError) as error:
+            return (str(error).splitlines() or [type(error).__name__])[0]
+        return None
+
+    if steps < 2 or (reason := why_not(steps - 1)) is not None:
+        return f"the model takes images of {full[0]}x{full[1]} pixels alone" + (f" ({reason:.80})" if steps > 1 else "")
+    step = largest_step(steps, lambda step: why_not(step) is not None or share_of(step) <= share)
+    if not step or why_not(step) is not None:
         return "no smaller image takes so little time"
     return sides(step), share_of(step), run(step)
 

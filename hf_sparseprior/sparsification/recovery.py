@@ -18,7 +18,7 @@ from hf_sparseprior.base.files import replace_durably
 from hf_sparseprior.sparsification.data import Images
 from hf_sparseprior.sparsification.sensitivity import tokens_of
 from hf_sparseprior.sparsification.settings import Settings
-from hf_sparseprior.sparsification.subject import Subject
+from hf_sparseprior.sparsification.subject import TINY, Subject
 
 STATE = "recovery.pt"
 BATCH = 16
@@ -106,7 +106,7 @@ class Recovery:
                 dense = self.subject.outputs(pixels, self.subject.dense)
             outputs = self.subject.outputs(pixels, self.model)
             teacher, student = dense_tokens[-1], tokens[-1]
-            change = (student - teacher).square().sum() / teacher.square().sum().clamp_min(1e-30)
+            change = (student - teacher).square().sum() / teacher.square().sum().clamp_min(TINY)
         loss = self.subject.loss(outputs, dense).mean() + change
         if not math.isfinite(value := float(loss.detach())):
             raise ValueError(f"recovery: the loss of step {self.steps + 1} is {value}; lower learning_rate={self.rate}")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from hf_sparseprior.sparsification.sensitivity import dense_outputs, loss_of, lo
 from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import Call, Layer, Subject, captured
 
+WHOLE, ATTENTION, DENSE_SECONDS = "dense", "dense attention", "seconds of the dense model"
 ROUNDS = 5  # of choosing and measuring at most
 NEAR = 0.05  # of the budget; a measured choice that is further from it is corrected
 MET = 1.05  # times the budget: what a measured choice may take
@@ -31,8 +33,8 @@ class Search:
 
     candidates: numbered from 1 in choices, where `DENSE` stands for none. batches: calibration images. refused: why
     layers cannot have a candidate, by its name. rounds: (predicted, measured) shares of choices. gain: what choices
-    save in the whole model, in units of what their layers save alone. dense_shares: of the dense model's time, of each
-    layer's attention.
+    save in the whole model, in units of what their layers save alone; gains: of each that was measured. dense_shares:
+    of the dense model's time, of each layer's attention.
     """
 
     subject: Subject
@@ -44,6 +46,7 @@ class Search:
     refused: dict[str, str] = field(default_factory=dict)
     rounds: list[tuple[float, float]] = field(default_factory=list)
     gain: float = 1.0
+    gains: list[float] = field(default_factory=list)
     dense_shares: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,30 +75,31 @@ class Search:
 
     # ---- times ------------------------------------------------------------------------------------------------------
 
-    def seconds(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Median seconds of calls that take turns."""
-        return timing.median_seconds(calls, self.subject.device, self.settings.seconds)
+    def shares(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Times of calls as shares of that of the dense model, which takes turns with them; of `DENSE_SECONDS` its
+        seconds.
+        """
+        subject, pixels = self.subject, self.subject.images(self.settings.batch)
+        every = {WHOLE: lambda: subject.outputs(pixels, subject.dense), **calls}
+        times = timing.seconds_of_rounds(every, subject.device, self.settings.seconds)
+        return {DENSE_SECONDS: median(times[WHOLE]), **timing.shares_of(times, WHOLE)}
 
     def savings(self) -> list[list[float]]:
         """For each layer and candidate the share of the dense model's time that it saves, by the times of its attention
         alone; the first candidate is dense.
         """
-        subject, pixels = self.subject, self.subject.images(self.settings.batch)
-        whole = self.plan.value(
-            "seconds of the dense model",
-            lambda: self.seconds({"dense": lambda: subject.outputs(pixels, subject.dense)})["dense"],
-        )
-        calls, kinds, savings = captured(subject, pixels), dict[str, int](), list[list[float]]()
+        calls = captured(self.subject, self.subject.images(self.settings.batch))
+        kinds, savings = dict[str, int](), list[list[float]]()
         for number, call in enumerate(calls):
             first = kinds.setdefault(self._kind(number, call), number)
-            name = f"seconds of layer {first + 1}"
+            name = f"shares of layer {first + 1}"
             if name not in self.plan:
                 self.say(f"timing layer {first + 1} with {len(self.candidates)} candidates")
-                self.plan.add(name, self._times(number, call))
-            times = self.plan.values[name]
-            dense = times["dense"]
-            self.dense_shares.append(dense / whole)
-            saved = [(dense - times[own.name]) / whole if own.name in times else -math.inf for own in self.candidates]
+                self.plan.add(name, self.shares(self._calls(number, call)))
+            shares = self.plan.values[name]
+            dense, self.dense_seconds = shares[ATTENTION], shares[DENSE_SECONDS]
+            self.dense_shares.append(dense)
+            saved = [dense - shares[own.name] if own.name in shares else -math.inf for own in self.candidates]
             savings.append([0.0, *saved])
         return savings
 
@@ -107,13 +111,13 @@ class Search:
         described = [type(layer.attention).__name__, layer.dense.num_supports, layer.grid, layer.dense.prior, priors]
         return json.dumps([*described, shapes, call.shapes], default=str)
 
-    def _times(self, number: int, call: Call) -> dict[str, float]:
-        """Seconds of a layer's attention, dense and with each candidate that it may have."""
-        layer, calls = call.layer, dict[str, Callable[[], object]]({"dense": call})
+    def _calls(self, number: int, call: Call) -> dict[str, Callable[[], object]]:
+        """Calls of a layer's attention, dense and with each candidate that it may have."""
+        layer, calls = call.layer, dict[str, Callable[[], object]]({ATTENTION: call})
         for candidate, prior in zip(self.candidates, self.priors[number], strict=True):
             if prior is not None:
                 calls[candidate.name] = partial(_with_pairs, layer.dense.with_pairs(prior), call)
-        return self.seconds(calls)
+        return calls
 
     # ---- losses -----------------------------------------------------------------------------------------------------
 
@@ -166,46 +170,44 @@ class Search:
         return self.plan.value(f"share of {_digits(choice)}", measure)
 
     def ratio(self, name: str, call: Callable[[], object]) -> float:
-        """Seconds of a call as a share of those of the dense model, which takes turns with it."""
-        pixels = self.subject.images(self.settings.batch)
-        dense = lambda: self.subject.outputs(pixels, self.subject.dense)  # noqa: E731
-        first, second = self.seconds({"dense": dense, name: call}).values()
-        return second / first
+        """The time of a call as a share of the dense model's."""
+        return self.shares({name: call})[name]
 
     def meet(self, points: Sequence[Point], budget: float) -> Point:
         """The choice of least loss that meets the budget when the whole model is measured.
 
         What layers save alone is not quite what they save in the model. So the fastest choice is measured first, and
         all savings are scaled by what it saves to what it should. Then the choice is made and measured, and made again
-        with the scale that it gives, as long as the measured time is more than `NEAR` off the budget.
+        with the scale that was measured so far, between a choice that meets the budget and one that does not, until
+        the measured time is at most `NEAR` off the budget.
 
         Raises:
             ValueError: for a budget that the fastest choice does not meet.
         """
-        fastest = points[-1]
-        measured = {fastest: self.share(fastest.choice)}
-        self._correct(fastest, measured[fastest])
-        if measured[fastest] > budget:
-            raise ValueError(self._refusal(budget, measured[fastest]))
+        exceeds, meets = -1, len(points) - 1  # numbers of the nearest points that are known to do so
+        if (least := self._measured(points[meets])) > budget:
+            raise ValueError(self._refusal(budget, least))
         for _ in range(ROUNDS):
-            point = least_loss(points, 1 - (1 - budget) / self.gain) or fastest
-            predicted = 1 - self.gain * (1 - point.share)
-            if point in measured:
+            if exceeds + 1 >= meets:
                 break
-            measured[point] = self.share(point.choice)
-            self.rounds.append((predicted, measured[point]))
-            self.say(f"chosen: {predicted:.3f} of the dense model's time predicted, {measured[point]:.3f} measured")
-            self._correct(point, measured[point])
-            if abs(measured[point] - budget) <= NEAR * budget:
+            point = least_loss(points, 1 - (1 - budget) / self.gain) or points[-1]
+            number = min(max(points.index(point), exceeds + 1), meets - 1)
+            predicted = 1 - self.gain * (1 - points[number].share)
+            share = self._measured(points[number])
+            self.rounds.append((predicted, share))
+            self.say(f"chosen: {predicted:.3f} of the dense model's time predicted, {share:.3f} measured")
+            exceeds, meets = (exceeds, number) if share <= MET * budget else (number, meets)
+            if abs(share - budget) <= NEAR * budget:
                 break
-        meets = [point for point, share in measured.items() if share <= MET * budget]
-        best = min(meets, key=lambda point: (point.loss, point.share))
-        self._correct(best, measured[best])
-        return best
+        return points[meets]
 
-    def _correct(self, point: Point, measured: float) -> None:
+    def _measured(self, point: Point) -> float:
+        """The share of a point, by which the predictions are corrected: the median of what was measured counts."""
+        share = self.share(point.choice)
         if point.share < 1:
-            self.gain = max(1 - measured, 1e-6) / (1 - point.share)
+            self.gains.append(max(1 - share, 1e-6) / (1 - point.share))
+            self.gain = median(self.gains)
+        return share
 
     def _refusal(self, budget: float, least: float) -> str:
         """Why a budget is refused, with the image size that would meet it.

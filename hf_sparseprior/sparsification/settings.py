@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from hf_sparseprior.base.checks import check_finite, check_integer, check_keys, check_within
 from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
@@ -53,6 +55,7 @@ class Settings:
         check_finite("minutes", settings.minutes)
         if settings.learning_rate is not None:
             check_finite("learning_rate", settings.learning_rate, zero=False)
+        check_device(settings.device)
         if settings.tuning not in TUNING_AFTERWARDS:
             raise ValueError(f"tuning={settings.tuning!r} must be one of {', '.join(TUNING_AFTERWARDS)}")
         if not settings.minutes and (settings.tuning != TUNING_AFTERWARDS[0] or settings.learning_rate is not None):
@@ -60,9 +63,22 @@ class Settings:
         return settings
 
     @property
+    def place(self) -> torch.device:
+        """Where the model runs."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @property
     def sides(self) -> tuple[int, int] | None:
         """(height, width) of the images; None: the model's."""
         return None if self.image_size is None else checked_sides(self.image_size)
+
+
+def check_device(device: Any) -> None:
+    """Raise ValueError for a device that there is not."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0].rstrip('.')}") from None
 
 
 def check_budget(budget: Any) -> float:

@@ -201,7 +201,7 @@ class _Job:
             batch=search.settings.batch,
             budget=budget,
             least=search.share(points[-1].choice),
-            dense_seconds=search.plan.values["seconds of the dense model"],
+            dense_seconds=search.dense_seconds,
             predicted=point.share,
             measured=search.share(point.choice),
             rounds=search.rounds,
@@ -233,13 +233,16 @@ def _begin(
         if processor is None and os.path.lexists(home / PROCESSOR):
             processor = home
     saved = saved_processor(processor)
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    subject = Subject(model, settings.sides or stock_sides(model, saved), device)
+    subject = Subject(model, settings.sides or stock_sides(model, saved), settings.place)
     prepared = fitted_processor(saved, subject.exported)
     images = _images(given, labels, subject, prepared)
     parts = split(images, settings.calibration, settings.test, settings.seed)
     if settings.minutes and not parts.recovery:
         raise ValueError(f"minutes={settings.minutes}: {images.count} images leave none for recovery; give more")
+    say(
+        f"{images.count} images: {len(parts.calibration)} for calibration, {len(parts.recovery)} for recovery, "
+        f"{len(parts.test)} for the test of {measure_name(subject, images)}"
+    )
     batches = [images.pixels(numbers) for numbers in images.batches(parts.calibration, CALIBRATION_BATCH)]
     tokens = max(layer.grid[0] * layer.grid[1] for layer in subject.layers)
     listed = settings.candidates
@@ -248,7 +251,7 @@ def _begin(
         "model": subject.digest,
         "image size": subject.sides,
         "images at once": settings.batch,
-        "machine": f"{_machine(device)}, torch {torch.__version__}",
+        "machine": f"{_machine(settings.place)}, torch {torch.__version__}",
         "candidates": [candidate.name for candidate in candidates],
         "calibration images": digest(torch.cat(batches)),
         "seconds": settings.seconds,

@@ -29,11 +29,12 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.priors.prior import parse_prior, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.sparsification.candidates import Candidate
 
+TINY = 1e-30  # in place of nothing that is divided by
 MERGING = "tome"  # the extra that merges patches
 KL, CHANGE = "KL divergence of class probabilities from the dense model's", "relative change of the output's square"
 
 
-@dataclass
+@dataclass(eq=False)
 class Layer:
     """An attention layer.
 
@@ -154,8 +155,12 @@ class Subject:
         output = model(pixel_values=pixels, **options)
         if (logits := output.get("logits")) is not None:
             return logits
+        if (maps := output.get("feature_maps")) is not None:
+            return torch.cat([each.flatten(1) for each in maps], 1)
         pooled = output.get("pooler_output")
-        return output["last_hidden_state"] if pooled is None else pooled
+        if (states := output.get("last_hidden_state") if pooled is None else pooled) is None:
+            raise ValueError(f"{self.exported.title} gives neither logits nor features")
+        return states
 
     @cached_property
     def classifies(self) -> bool:
@@ -174,7 +179,7 @@ class Subject:
         if self.classifies:
             teacher, student = dense.log_softmax(-1), changed.log_softmax(-1)
             return (teacher.exp() * (teacher - student)).sum(-1).clamp_min(0.0)
-        return (changed - dense).flatten(1).square().sum(1) / dense.flatten(1).square().sum(1).clamp_min(1e-30)
+        return (changed - dense).flatten(1).square().sum(1) / dense.flatten(1).square().sum(1).clamp_min(TINY)
 
     @property
     def loss_name(self) -> str:

@@ -17,7 +17,7 @@ CANDIDATES = [
 ]
 NAMES = ["window w=2", "fibottention w_min=5 w_max=20", "neighborhood window=3"]
 # Of a layer's attention, in units of the dense model's time.
-SECONDS = {"dense": 0.25, **dict(zip(NAMES, (0.05, 0.1, 0.125), strict=True))}
+SECONDS = {"dense attention": 0.25, **dict(zip(NAMES, (0.05, 0.1, 0.125), strict=True))}
 SETTINGS = {"candidates": CANDIDATES, "calibration": 6, "device": "cpu"}
 
 
@@ -54,7 +54,7 @@ def images_of(count=24, seed=1):
 
 
 class Timer:
-    """In place of `timing.median_seconds`: nothing runs, and seconds are known.
+    """In place of `timing.seconds_of_rounds`: nothing runs, and seconds are known.
 
     scale: what the whole model saves, in units of what its layers save alone. calls: what was asked for, in order.
     """
@@ -65,8 +65,7 @@ class Timer:
     def __call__(self, calls, device, budget):
         names = list(calls)
         self.calls.append(names)
-        of_layer = len(names) > 1 and names[1] in SECONDS
-        return {name: SECONDS[name] if of_layer else self.whole(name) for name in names}
+        return {name: [SECONDS[name] if name in SECONDS else self.whole(name)] for name in names}
 
     def whole(self, name):
         """Seconds of a whole model: the dense one takes 1."""
@@ -76,4 +75,4 @@ class Timer:
         if kind == "dense":
             return 1.0
         seconds = list(SECONDS.values())
-        return 1 - self.scale * sum(SECONDS["dense"] - seconds[int(own)] for own in which.split(","))
+        return 1 - self.scale * sum(seconds[0] - seconds[int(own)] for own in which.split(","))

@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_ends_it():
 
 
 def test_sparsify_recovers(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "median_seconds", Timer())
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
     given = {**SETTINGS, "minutes": 5, "learning_rate": 1e-3}
     found = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=given, out=tmp_path / "out")
     rows = {row.name: row for row in found.report.rows}
@@ -122,7 +122,7 @@ def test_sparsify_recovers(monkeypatch, tmp_path):
 
 
 def test_recovery_needs_images(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "median_seconds", Timer())
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
     for number, part in enumerate(["train", "test", "test", "test"]):
         (tmp_path / part).mkdir(exist_ok=True)
         Image.new("RGB", (32, 32)).save(tmp_path / part / f"{number}.png")

@@ -74,6 +74,27 @@ def test_what_is_built_is_what_was_tried(kind):
     torch.testing.assert_close(built, tried, rtol=1e-4, atol=1e-5)
 
 
+@each("kind", ["ours", "transformers"])
+def test_other_image_sizes(kind):
+    """What is built at another size is what was tried at it, also where patterns go beyond the configured grid."""
+    subject = Subject(model_of(kind), (48, 64), CPU)
+    assert {layer.grid for layer in subject.layers} == {(12, 16)}
+    wide = parse_candidates([{"name": "fibottention", "w_max": 150}, {"name": "neighborhood", "window": [11, 15]}])
+    priors = [None, *(subject.prior_of(subject.layers[1], own) for own in wide)]
+    pixels = subject.images(2)
+    with torch.no_grad():
+        with subject.changed(priors):
+            tried = subject.outputs(pixels)
+        built = subject.outputs(pixels, subject.built(priors))
+    torch.testing.assert_close(built, tried, rtol=1e-4, atol=1e-5)
+
+
+def test_backbones_are_judged_by_their_maps():
+    torch.manual_seed(0)
+    subject = Subject(sp.SparsePriorViTBackbone(sp.SparsePriorViTConfig(**SIZES)), None, CPU)
+    assert subject.outputs(subject.images(2)).shape == (2, 24 * 64) and not subject.classifies
+
+
 def test_a_model_without_classifier_is_judged_by_its_features():
     subject = Subject(STOCK["dinov2"].build(), None, CPU)
     assert not subject.classifies
