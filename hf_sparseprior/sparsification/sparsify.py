@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.labelled_images import pixel_values
 from hf_sparseprior.prediction.predictors import local_folder
 from hf_sparseprior.runs.environment import cpu_name
+from hf_sparseprior.runs.locks import NoLocks, locked
 from hf_sparseprior.saving.card import CARD, model_card
 from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
@@ -38,6 +40,7 @@ from hf_sparseprior.sparsification.settings import Settings, check_budget
 from hf_sparseprior.sparsification.subject import Subject
 
 CALIBRATION_BATCH = 8
+LOCK = "plan.lock"  # held by the process that searches
 
 
 @dataclass
@@ -57,17 +60,9 @@ class Sparsified:
         Raises:
             OSError: for a folder that exists. ValueError: for a model of timm alone, for which there is no such folder.
         """
-        self.check_saved()
+        _check_saved(self.model)
         with whole_folder(folder) as scratch:
             self.write(scratch)
-
-    def check_saved(self) -> None:
-        """Raise ValueError for a model that cannot be saved."""
-        if not isinstance(self.model, PreTrainedModel):
-            raise ValueError(
-                f"{type(self.model).__name__} of timm has no folder for from_pretrained; make it a "
-                "TimmWrapperForImageClassification of transformers first"
-            )
 
     def write(self, folder: Path) -> None:
         """Write everything into a folder that there is, the report last."""
@@ -128,12 +123,13 @@ def sparsify(
     folder = None if out is None else Path(out)
     if folder is not None and (folder / JSON).exists():
         raise OSError(f"{folder} holds a finished result; choose a new name")
-    job = _begin(model, images, labels, processor, folder, chosen, say or (lambda line: None))
-    points = job.search.points()
-    point = job.search.meet(points, budget)
-    found = job.finish(points, point, budget)
-    if folder is not None:
-        _write_into(found, folder)
+    with _alone(folder):
+        job = _begin(model, images, labels, processor, folder, chosen, say or (lambda line: None))
+        points = job.search.points()
+        point = job.search.meet(points, budget)
+        found = job.finish(points, point, budget)
+        if folder is not None:
+            _write_into(found, folder)
     return found
 
 
@@ -234,6 +230,8 @@ def _begin(
             processor = home
     saved = saved_processor(processor)
     subject = Subject(model, settings.sides or stock_sides(model, saved), settings.place)
+    if folder is not None:
+        _check_saved(subject.original)
     prepared = fitted_processor(saved, subject.exported)
     images = _images(given, labels, subject, prepared)
     parts = split(images, settings.calibration, settings.test, settings.seed)
@@ -281,6 +279,30 @@ def _images(given: Any, labels: Any, subject: Subject, prepared: dict[str, Any] 
     return read_images(given, labels, classes, prepare, loaded, (channels, *subject.sides))
 
 
+def _check_saved(model: Any) -> None:
+    """Raise ValueError for a model that cannot be saved."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} of timm has no folder for from_pretrained; make it a "
+            "TimmWrapperForImageClassification of transformers first"
+        )
+
+
+@contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """Inside the block no other process writes to a folder.
+
+    Raises:
+        OSError: if one does.
+    """
+    with ExitStack() as held:
+        if folder is not None:
+            with suppress(NoLocks):
+                if not held.enter_context(locked(folder / LOCK)):
+                    raise OSError(f"{folder} is being written by another process")
+        yield
+
+
 def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -289,7 +311,6 @@ def _machine(device: torch.device) -> str:
 
 def _write_into(found: Sparsified, folder: Path) -> None:
     """Put everything into the folder of the plan, the report last: it says that the result is finished."""
-    found.check_saved()
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         found.write(Path(scratch))
         names = sorted(os.listdir(scratch), key=lambda name: name == JSON)

@@ -12,6 +12,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis.layers import attention_layers
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.runs.locks import locked
 from hf_sparseprior.runs.tables import wilson_interval
 from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.data import Images, split
@@ -113,6 +114,22 @@ def test_a_budget_below_the_fastest_choice_is_refused(kind, timer):
     message = r"budget=0.3 must be 0.4 or more at 32x32 pixels on this machine; at about (\d+)x\1 it could be met"
     with pytest.raises(ValueError, match=message):
         sp.sparsify(model_of(kind), images_of(), 0.3, settings=SETTINGS)
+
+
+def test_the_size_that_would_meet_a_budget_is_that_of_the_growth_of_attention(timer):
+    """By multiply-adds of each size, where the sparse model's time grows as the number of patches."""
+    timer()
+    with pytest.raises(ValueError, match=r"at about 64x64 it could be met \(an estimate"):
+        sp.sparsify(model_of("ours"), images_of(), 0.3, settings=SETTINGS)
+
+    def share(side):
+        tokens, width = (side / 4) ** 2, 24
+        projections, pairs = 4 * 64 * width**2, 2 * 64**2 * width
+        attention = 3 * 0.25 * (4 * tokens * width**2 + 2 * tokens**2 * width) / (projections + pairs)
+        growth = tokens / 64
+        return growth * 0.4 / (growth * 0.25 + attention)
+
+    assert share(32) == pytest.approx(0.4) and share(64) < 0.3 < share(32)
 
 
 def test_windows_do_not_grow_with_the_image(timer):
@@ -348,6 +365,17 @@ def test_a_model_of_timm_says_how_it_can_be_saved(timer, tmp_path):
     found = sp.sparsify(model_of("timm"), images_of(), 0.6, settings=SETTINGS)
     with pytest.raises(ValueError, match="TimmWrapperForImageClassification"):
         found.save(tmp_path / "out")
+    with pytest.raises(ValueError, match="TimmWrapperForImageClassification"):  # before the search
+        sp.sparsify(model_of("timm"), images_of(), 0.6, settings=SETTINGS, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_two_searches_in_one_folder_are_refused(timer, tmp_path):
+    timer()
+    with locked(tmp_path / "plan.lock") as mine:
+        assert mine
+        with pytest.raises(OSError, match="is being written by another process"):
+            sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=tmp_path)
 
 
 def test_a_list_of_images_is_prepared_as_the_model_wants_them(timer):
