@@ -24,6 +24,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 W_MAX = (3, 6, 12)  # of Fibottention: the number of patches over these
 TOP_K = {"pruning_ratio": 90}
+MOST_OF_TOP_K = 4096  # patches; it computes the logits of all pairs, which would take gigabytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Candidate:
 
 
 def default_candidates(num_tokens: int) -> list[Candidate]:
-    """Every registered support but the dense one in some settings, and `topk`.
+    """Every registered support but the dense one in some settings, and `topk` where its logits fit the memory.
 
     Args:
         num_tokens: patches that a layer sees together, after which windows are chosen.
@@ -54,7 +55,9 @@ def default_candidates(num_tokens: int) -> list[Candidate]:
                 for order in ({}, {"order": CURVE})
             ]
         found += [Candidate(_name(name, own), {"name": name, **own}) for own in settings]
-    return [*found, Candidate(_name("topk", TOP_K), None, {"name": "topk", **TOP_K})]
+    if num_tokens <= MOST_OF_TOP_K:
+        found.append(Candidate(_name("topk", TOP_K), None, {"name": "topk", **TOP_K}))
+    return found
 
 
 def parse_candidates(given: Sequence[Any]) -> list[Candidate]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
+import torch
 from torch import Tensor
 
 from hf_sparseprior.base.resolved import ResolvedPrior
@@ -67,8 +68,8 @@ class Search:
         """Candidates that are faster than dense attention in no layer or that no layer can have, and why."""
         found = {}
         for own, candidate in enumerate(self.candidates):
-            if all(priors[own] is None for priors in self.priors):
-                found[candidate.name] = self.refused.get(candidate.name, "no layer takes a prior")
+            if all(saved[own + 1] == -math.inf for saved in self.table):
+                found[candidate.name] = self.refused.get(candidate.name, "it could not run when it was timed")
             elif all(saved[own + 1] * UNITS < 1 for saved in self.table):
                 found[candidate.name] = "no faster than dense attention"
         return found
@@ -115,8 +116,16 @@ class Search:
         """Calls of a layer's attention, dense and with each candidate that it may have."""
         layer, calls = call.layer, dict[str, Callable[[], object]]({ATTENTION: call})
         for candidate, prior in zip(self.candidates, self.priors[number], strict=True):
-            if prior is not None:
-                calls[candidate.name] = partial(_with_pairs, layer.dense.with_pairs(prior), call)
+            if prior is None:
+                continue
+            changed = partial(_with_pairs, layer.dense.with_pairs(prior), call)
+            try:
+                with torch.no_grad():
+                    changed()  # makes tables, too
+            except (RuntimeError, MemoryError) as error:  # too little memory, or no backend
+                self.refused[candidate.name] = (str(error).splitlines() or [type(error).__name__])[0]
+            else:
+                calls[candidate.name] = changed
         return calls
 
     # ---- losses -----------------------------------------------------------------------------------------------------

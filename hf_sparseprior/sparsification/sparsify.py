@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.base.files import replace_durably, whole_folder, write_text
 from hf_sparseprior.cli.deployment import fitted_processor, saved_processor, stock_sides
 from hf_sparseprior.cli.export import exported_source
@@ -232,6 +233,8 @@ def _begin(
     subject = Subject(model, settings.sides or stock_sides(model, saved), settings.place)
     if folder is not None:
         _check_saved(subject.original)
+    if settings.tuning == "lora":
+        lora_config(subject.original)  # refused now, and not after the search
     prepared = fitted_processor(saved, subject.exported)
     images = _images(given, labels, subject, prepared)
     parts = split(images, settings.calibration, settings.test, settings.seed)

@@ -128,3 +128,10 @@ def test_recovery_needs_images(tmp_path, monkeypatch):
         Image.new("RGB", (32, 32)).save(tmp_path / part / f"{number}.png")
     with pytest.raises(ValueError, match="minutes=5: 4 images leave none for recovery; give more"):
         sp.sparsify(model_of("ours"), tmp_path, 0.6, settings={**SETTINGS, "minutes": 5})
+
+
+def test_lora_on_a_model_whose_layers_are_not_known_is_refused_before_the_search(monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(timing, "seconds_of_rounds", None)
+    with pytest.raises(ValueError, match="targets"):
+        sp.sparsify(model_of("timm"), images_of(), 0.6, settings={**SETTINGS, "minutes": 1, "tuning": "lora"})

@@ -370,6 +370,25 @@ def test_a_model_of_timm_says_how_it_can_be_saved(timer, tmp_path):
     assert not (tmp_path / "out" / "plan.json").exists()
 
 
+def test_what_cannot_run_or_saves_nothing_is_left_out_and_said(timer, monkeypatch):
+    timer()
+    attend = sp.SparsePriorAttention.forward
+
+    def forward(layer, *args, **options):
+        if layer.prior["support"]["name"] == "neighborhood":
+            raise RuntimeError("can't allocate memory\nin a call")
+        return attend(layer, *args, **options)
+
+    monkeypatch.setattr(sp.SparsePriorAttention, "forward", forward)
+    monkeypatch.setitem(SECONDS, NAMES[1], 0.3)
+    given = [*SETTINGS["candidates"], {"name": "fibottention", "w_min": 0}]
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings={**SETTINGS, "candidates": given}).report
+    assert set(report.layers) == {"dense", NAMES[0]}
+    assert report.left_out[NAMES[1]] == "no faster than dense attention"
+    assert report.left_out[NAMES[2]] == "can't allocate memory"
+    assert "w_min=0 must be" in report.left_out["fibottention w_min=0"] and len(report.left_out) == 3
+
+
 def test_two_searches_in_one_folder_are_refused(timer, tmp_path):
     timer()
     with locked(tmp_path / "plan.lock") as mine:
