@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.cli.exportable import vision_config
+from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.sparsification.choice import DENSE
 from hf_sparseprior.sparsification.search import MET, Search
 
@@ -122,10 +124,10 @@ def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:
     return low
 
 
-def _patch(search: Search) -> Sequence[int]:
+def _patch(search: Search) -> tuple[int, int]:
     """(height, width) that sides of images are multiples of."""
-    strides = patch_projection(search.subject.dense).stride
-    return tuple(strides)
+    size = getattr(vision_config(search.subject.dense), "patch_size", None)
+    return as_pair(patch_projection(search.subject.dense).stride if size is None else size)
 
 
 def _resized(pixels: Tensor, sides: tuple[int, int]) -> Tensor:
