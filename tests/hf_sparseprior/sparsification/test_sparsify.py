@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, TimmWrapperConfig, TimmWrapperForImageClassification
+from transformers.models.timm_wrapper import modeling_timm_wrapper
+from transformers.utils import import_utils, is_timm_available
 
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
@@ -28,6 +30,7 @@ from tests.hf_sparseprior.sparsification.fakes import (
     images_of,
     model_of,
 )
+from tests.timm_oracle import import_timm
 
 
 @pytest.fixture
@@ -368,6 +371,23 @@ def test_a_model_of_timm_says_how_it_can_be_saved(timer, tmp_path):
     with pytest.raises(ValueError, match="TimmWrapperForImageClassification"):  # before the search
         sp.sparsify(model_of("timm"), images_of(), 0.6, settings=SETTINGS, out=tmp_path / "out")
     assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_a_model_of_timm_in_one_of_transformers_is_saved(timer, tmp_path, monkeypatch):
+    timm = import_timm()
+    timer()
+    if not is_timm_available():  # where torchvision is missing, which no model here uses
+        monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "timm", (lambda: True, ""))
+        monkeypatch.setattr(modeling_timm_wrapper, "timm", timm, raising=False)
+    arguments = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
+    torch.manual_seed(0)
+    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=arguments, num_labels=3)
+    model = TimmWrapperForImageClassification(config).eval()
+    found = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS, out=tmp_path / "out")
+    loaded = TimmWrapperForImageClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images_of(2)).logits, found.model(images_of(2)).logits)
+    assert found.report.rows[0].value == 1.0 and found.report.measure.startswith("agreement")
 
 
 def test_what_cannot_run_or_saves_nothing_is_left_out_and_said(timer, monkeypatch):
