@@ -37,9 +37,9 @@ def measured(
             classes = torch.tensor([images.labels[number] for number in numbers], device=classes.device)
         for name, run in models.items():
             outputs = run(pixels)
-            own = subject.loss(outputs, dense) if classes is None else outputs.argmax(-1) == classes
-            values[name] += own.double().tolist()
-    return {name: _interval(own, subject.classifies) for name, own in values.items()}
+            results = subject.loss(outputs, dense) if classes is None else outputs.argmax(-1) == classes
+            values[name] += results.double().tolist()
+    return {name: _interval(results, subject.classifies) for name, results in values.items()}
 
 
 def _interval(values: list[float], are_shares: bool) -> tuple[float, float, float]:

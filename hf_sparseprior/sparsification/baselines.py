@@ -24,15 +24,15 @@ def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], f
     Returns:
         Its name, the choice and the share of the time; or why there is none.
     """
-    found = []
-    for own in range(1, len(search.candidates) + 1):
-        choice = tuple(own if saved[own] > 0 else DENSE for saved in search.table)
+    choices = []
+    for candidate in range(1, len(search.candidates) + 1):
+        choice = tuple(candidate if saved[candidate] > 0 else DENSE for saved in search.table)
         predicted = 1 - search.gain * sum(saved[one] for saved, one in zip(search.table, choice, strict=True))
         if any(choice) and predicted <= budget:
-            found.append((search.loss(choice), own, choice))
-    for _, own, choice in sorted(found):
+            choices.append((search.loss(choice), candidate, choice))
+    for _, candidate, choice in sorted(choices):
         if (share := search.share(choice, "uniform")) <= MET * budget:
-            return search.candidates[own - 1].name, choice, share
+            return search.candidates[candidate - 1].name, choice, share
     return "no candidate in all layers meets the budget"
 
 
@@ -110,9 +110,9 @@ def token_merging(search: Search, share: float) -> tuple[float, float, Forward] 
         model = subject.merging(step / STEPS)
     except ValueError as error:
         return str(error)
-    if (own := share_of(step)) > share:
+    if (taken := share_of(step)) > share:
         return "it does not take so little time"
-    return step / STEPS, own, lambda pixels: subject.outputs(pixels, model)
+    return step / STEPS, taken, lambda pixels: subject.outputs(pixels, model)
 
 
 def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:

@@ -42,7 +42,7 @@ def default_candidates(num_tokens: int) -> list[Candidate]:
     Args:
         num_tokens: patches that a layer sees together, after which windows are chosen.
     """
-    found = []
+    candidates = []
     for name, known in SUPPORTS.items():
         if name == "dense" or known.sees_time:  # which keeps every pair of an image
             continue
@@ -54,10 +54,10 @@ def default_candidates(num_tokens: int) -> list[Candidate]:
                 for width in widths
                 for order in ({}, {"order": CURVE})
             ]
-        found += [Candidate(_name(name, own), {"name": name, **own}) for own in settings]
+        candidates += [Candidate(_name(name, one), {"name": name, **one}) for one in settings]
     if num_tokens <= MOST_OF_TOP_K:
-        found.append(Candidate(_name("topk", TOP_K), None, {"name": "topk", **TOP_K}))
-    return found
+        candidates.append(Candidate(_name("topk", TOP_K), None, {"name": "topk", **TOP_K}))
+    return candidates
 
 
 def parse_candidates(given: Sequence[Any]) -> list[Candidate]:
@@ -69,11 +69,11 @@ def parse_candidates(given: Sequence[Any]) -> list[Candidate]:
     """
     if isinstance(given, (str, Mapping)) or not given:
         raise ValueError(f"candidates={given!r} must be a list of supports, each a name or a dict with its settings")
-    found = [_parsed(spec) for spec in given]
-    names = [candidate.name for candidate in found]
+    candidates = [_parsed(spec) for spec in given]
+    names = [candidate.name for candidate in candidates]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"candidates: {twice!r} is listed twice")
-    return found
+    return candidates
 
 
 def _parsed(spec: Any) -> Candidate:
@@ -100,7 +100,7 @@ def _parsed(spec: Any) -> Candidate:
     if "predictor" in parts and parts["predictor"][0] != "topk":
         raise ValueError(f"candidates: predictor {parts['predictor'][0]!r} is learned and has not been trained here")
     name = " + ".join(_name(*part) for part in parts.values())
-    return Candidate(name, **{slot: {"name": own, **settings} for slot, (own, settings) in parts.items()})
+    return Candidate(name, **{slot: {"name": kind, **settings} for slot, (kind, settings) in parts.items()})
 
 
 def _name(name: str, settings: Mapping[str, Any]) -> str:

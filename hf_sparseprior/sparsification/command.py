@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> list[str]:
     settings = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
     if arguments.image_size is not None:
         settings["image_size"] = parse_size(arguments.image_size, "--image-size")
-    found = sparsify(
+    result = sparsify(
         arguments.model,
         arguments.data,
         arguments.budget,
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> list[str]:
         settings=settings,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    report = found.report
+    report = result.report
     rows = [
         f"{row.name}: {report.measure} {row.value:.4f} at {row.share:.3f} of the time"
         for row in report.rows

@@ -162,10 +162,10 @@ def _tokens(blocks: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
     """Inside the block what these modules give is collected, for each of them."""
     seen: list[list[Tensor]] = [[] for _ in blocks]
 
-    def hook(own: list[Tensor]) -> Callable[..., None]:
-        return lambda module, args, output: own.append(tokens_of(output))
+    def hook(collected: list[Tensor]) -> Callable[..., None]:
+        return lambda module, args, output: collected.append(tokens_of(output))
 
-    handles = [block.register_forward_hook(hook(own)) for block, own in zip(blocks, seen, strict=True)]
+    handles = [block.register_forward_hook(hook(collected)) for block, collected in zip(blocks, seen, strict=True)]
     try:
         yield seen
     finally:

@@ -1,4 +1,4 @@
-"""What a search found, as JSON, Markdown, a picture, and lines of a model card."""
+"""What came out of a search, as JSON, Markdown, a picture, and lines of a model card."""
 
 from __future__ import annotations
 

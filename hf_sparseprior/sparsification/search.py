@@ -66,13 +66,13 @@ class Search:
 
     def unused(self) -> dict[str, str]:
         """Candidates that are faster than dense attention in no layer or that no layer can have, and why."""
-        found = {}
-        for own, candidate in enumerate(self.candidates):
-            if all(saved[own + 1] == -math.inf for saved in self.table):
-                found[candidate.name] = self.refused.get(candidate.name, "it could not run when it was timed")
-            elif all(saved[own + 1] * UNITS < 1 for saved in self.table):
-                found[candidate.name] = "no faster than dense attention"
-        return found
+        reasons = {}
+        for number, candidate in enumerate(self.candidates):
+            if all(saved[number + 1] == -math.inf for saved in self.table):
+                reasons[candidate.name] = self.refused.get(candidate.name, "it could not run when it was timed")
+            elif all(saved[number + 1] * UNITS < 1 for saved in self.table):
+                reasons[candidate.name] = "no faster than dense attention"
+        return reasons
 
     # ---- times ------------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,10 @@ class Search:
             shares = self.plan.values[name]
             dense, self.dense_seconds = shares[ATTENTION], shares[DENSE_SECONDS]
             self.dense_shares.append(dense)
-            saved = [dense - shares[own.name] if own.name in shares else -math.inf for own in self.candidates]
+            saved = [
+                dense - shares[candidate.name] if candidate.name in shares else -math.inf
+                for candidate in self.candidates
+            ]
             savings.append([0.0, *saved])
         return savings
 
@@ -135,25 +138,28 @@ class Search:
         self.dense = dense_outputs(self.subject, self.batches)
         table = []
         for number, saved in enumerate(savings):
-            wanted = [own for own in range(1, len(saved)) if saved[own] * UNITS >= 1]
-            names = {own: f"loss of layer {number + 1}: {self.candidates[own - 1].name}" for own in wanted}
-            left = [own for own in wanted if names[own] not in self.plan]
+            wanted = [index for index in range(1, len(saved)) if saved[index] * UNITS >= 1]
+            names = {index: f"loss of layer {number + 1}: {self.candidates[index - 1].name}" for index in wanted}
+            left = [index for index in wanted if names[index] not in self.plan]
             if left:
                 self.say(f"layer {number + 1} of {len(savings)}: loss of {len(left)} candidates")
-                priors = [prior for own in left if (prior := self.priors[number][own - 1]) is not None]
+                priors = [prior for index in left if (prior := self.priors[number][index - 1]) is not None]
                 measured = losses_of_layer(self.subject, number, priors, self.batches, self.dense)
-                for own, loss in zip(left, measured, strict=True):
+                for index, loss in zip(left, measured, strict=True):
                     if not math.isfinite(loss):
-                        raise ValueError(f"{names[own]} is {loss}; images and outputs must be finite")
-                    self.plan.add(names[own], loss)
+                        raise ValueError(f"{names[index]} is {loss}; images and outputs must be finite")
+                    self.plan.add(names[index], loss)
             table.append(
-                [0.0, *(self.plan.values[names[own]] if own in names else math.inf for own in range(1, len(saved)))]
+                [
+                    0.0,
+                    *(self.plan.values[names[index]] if index in names else math.inf for index in range(1, len(saved))),
+                ]
             )
         return table
 
     def priors_of(self, choice: Sequence[int]) -> list[ResolvedPrior | None]:
         """The prior of each layer of a choice; None: dense, as it is."""
-        return [None if own == DENSE else self.priors[number][own - 1] for number, own in enumerate(choice)]
+        return [None if index == DENSE else self.priors[number][index - 1] for number, index in enumerate(choice)]
 
     def loss(self, choice: Sequence[int]) -> float:
         """The loss of the model with all of a choice, on calibration images."""
@@ -230,7 +236,7 @@ class Search:
             tokens = math.prod(layer.grid)
             if layer in self.subject.see_all:
                 pairs += share * tokens / (tokens + 2 * layer.width)
-            fastest -= max((own for own in saved[1:] if own > -math.inf), default=0.0)
+            fastest -= max((share_saved for share_saved in saved[1:] if share_saved > -math.inf), default=0.0)
         text = (
             f"budget={budget} must be {math.ceil(100 * least) / 100} or more at {height}x{width} pixels on this machine"
         )

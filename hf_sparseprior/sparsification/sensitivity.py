@@ -33,7 +33,9 @@ def loss_of(
         batches: images (B, channels, height, width). dense: `dense_outputs` of them.
     """
     with subject.changed(priors):
-        losses = [subject.loss(subject.outputs(pixels), own) for pixels, own in zip(batches, dense, strict=True)]
+        losses = [
+            subject.loss(subject.outputs(pixels), outputs) for pixels, outputs in zip(batches, dense, strict=True)
+        ]
     return float(torch.cat(losses).mean())
 
 
@@ -52,9 +54,9 @@ def losses_of_layer(
         losses = []
         layer = subject.layers[number]
         with layer.changed(layer.dense.with_pairs(prior)):
-            for pixels, own, before in zip(batches, dense, begun, strict=True):
+            for pixels, expected, before in zip(batches, dense, begun, strict=True):
                 with _skipped(blocks[:number] if before is not None else [], before):
-                    losses.append(subject.loss(subject.outputs(pixels), own))
+                    losses.append(subject.loss(subject.outputs(pixels), expected))
         yield float(torch.cat(losses).mean())
 
 

@@ -97,9 +97,9 @@ def sparsify(
     Example:
 
     ```python
-    found = sp.sparsify("facebook/deit-small-patch16-224", "photos", budget=0.7, settings={"image_size": 448})
-    print(found.report.to_markdown())
-    found.save("faster")
+    faster = sp.sparsify("facebook/deit-small-patch16-224", "photos", budget=0.7, settings={"image_size": 448})
+    print(faster.report.to_markdown())
+    faster.save("deit-faster")
     ```
 
     Args:
@@ -128,10 +128,10 @@ def sparsify(
         job = _begin(model, images, labels, processor, folder, chosen, say or (lambda line: None))
         points = job.search.points()
         point = job.search.meet(points, budget)
-        found = job.finish(points, point, budget)
+        result = job.finish(points, point, budget)
         if folder is not None:
-            _write_into(found, folder)
-    return found
+            _write_into(result, folder)
+    return result
 
 
 @dataclass
@@ -167,21 +167,21 @@ class _Job:
         if isinstance(uniform, str):
             absent["one candidate in all layers"] = uniform
         else:
-            name, choice, own = uniform
+            name, choice, taken = uniform
             same = subject.built(search.priors_of(choice))
-            models[f"{name} in all layers"] = own, lambda pixels: subject.outputs(pixels, same)
+            models[f"{name} in all layers"] = taken, lambda pixels: subject.outputs(pixels, same)
         smaller = baselines.smaller_images(search, share)
         if isinstance(smaller, str):
             absent["dense, smaller images"] = smaller
         else:
-            sides, own, run = smaller
-            models[f"dense at {sides[0]}x{sides[1]} pixels"] = own, run
+            sides, taken, run = smaller
+            models[f"dense at {sides[0]}x{sides[1]} pixels"] = taken, run
         merging = baselines.token_merging(search, share)
         if isinstance(merging, str):
             absent["token merging"] = merging
         else:
-            keep, own, merge = merging
-            models[f"dense, patches merged to {keep:g} of them"] = own, merge
+            keep, taken, merge = merging
+            models[f"dense, patches merged to {keep:g} of them"] = taken, merge
         search.say(f"testing {len(models)} models on {len(self.parts.test)} images")
         values = measured(subject, self.images, self.parts.test, {name: run for name, (_, run) in models.items()})
         rows = [Row(name, models[name][0], *values[name]) for name in models]
@@ -203,10 +203,10 @@ class _Job:
             measured=search.share(point.choice),
             rounds=search.rounds,
             loss_name=subject.loss_name,
-            layers=[names[own] for own in point.choice],
+            layers=[names[index] for index in point.choice],
             loss=search.loss(point.choice),
             loss_sum=point.loss,
-            frontier=[(1 - gain * (1 - own.share), own.loss) for own in points],
+            frontier=[(1 - gain * (1 - each.share), each.loss) for each in points],
             measure=measure_name(subject, self.images),
             rows=rows,
             images={name: len(getattr(self.parts, name)) for name in ("calibration", "recovery", "test")},
@@ -312,10 +312,10 @@ def _machine(device: torch.device) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def _write_into(found: Sparsified, folder: Path) -> None:
+def _write_into(result: Sparsified, folder: Path) -> None:
     """Put everything into the folder of the plan, the report last: it says that the result is finished."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        found.write(Path(scratch))
+        result.write(Path(scratch))
         names = sorted(os.listdir(scratch), key=lambda name: name == JSON)
         for name in names:
             place = folder / name

@@ -29,7 +29,7 @@ def shares_of(times: Mapping[str, list[float]], whole: str) -> dict[str, float]:
     busy for a while slows both.
     """
     return {
-        name: median(own / other for own, other in zip(times[name], times[whole], strict=True))
+        name: median(seconds / other for seconds, other in zip(times[name], times[whole], strict=True))
         for name in times
         if name != whole
     }
