@@ -15,7 +15,7 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -38,14 +38,16 @@ from hf_sparseprior.adapters.stock_timm import FORWARDS, class_path
 from hf_sparseprior.adapters.timm_encoder import has_timm
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
 from hf_sparseprior.base.extras import EXTRAS, resolve_extras
-from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.base.numbered import key_of, keyed, numbered
+from hf_sparseprior.base.resolved import LAYERS, FullPrior, ResolvedPrior
+from hf_sparseprior.priors.layer_priors import has_layers
 from hf_sparseprior.priors.low_rank import MIXERS
-from hf_sparseprior.priors.prior import parse_prior, resolve_prior
+from hf_sparseprior.priors.prior import PriorSpec, parse_prior, resolve_prior
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
+def apply_prior(model: Model, prior: str | Mapping[str, Any]) -> Model:
     """Give a stock vision model of transformers or timm a prior, in place. Its weights stay as they are.
 
     Decays start where they change nothing (alpha = 1, beta = 20: the model's output to 1e-5), unless their `init` says
@@ -65,9 +67,9 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
             or TimeSformer, any head; timm's VisionTransformer, Eva, NaFlexVit or SwinTransformer, alone or within
             another module, as in TimmWrapper models. In a peft model the base model gets the prior, whose weights are
             frozen, as the base model's are: peft would not save them.
-        prior: as in `SparsePriorViTConfig`. Extras must be within attention, and not on ViTMAE and where attention sees
-            several frames together: there `time` of the prior says how it sees them ("violin+clip"). In a TimeSformer
-            attention over time alone stays as it is.
+        prior: as in `SparsePriorViTConfig`, also {"layers": ...}, over all attention layers. Extras must be within
+            attention, and not on ViTMAE and where attention sees several frames together: there `time` of the prior
+            says how it sees them ("violin+clip"). In a TimeSformer attention over time alone stays as it is.
 
     Returns:
         The model.
@@ -92,7 +94,7 @@ def apply_prior(model: Model, prior: str | dict[str, Any]) -> Model:
         raise ValueError(
             f"{type(model).__name__} must be a model of transformers, the one that is saved, or one of timm"
         )
-    applied = attach(target, _with_identity(parse_prior(prior)))
+    applied = attach(target, prior)
     if target is not model and (weights := [weight for one in stock_priors(target) for weight in one.parameters()]):
         for weight in weights:
             weight.requires_grad_(False)
@@ -126,46 +128,41 @@ def remove_prior(model: Model) -> Model:
     return model
 
 
-def attach(model: nn.Module, slots: dict[str, Any], for_adapters: bool = False) -> Applied:
+def attach(model: nn.Module, prior: PriorSpec | None, for_adapters: bool = False) -> Applied:
     """Put a `StockPrior` into every attention module of a stock model, and hooks on its embeddings.
 
     Args:
-        slots: a prior, as `parse_prior` returns it.
+        prior: as of `apply_prior`; None: dense.
         for_adapters: as in `StockPrior`.
 
     Raises:
         ValueError: for a bad prior, or a model that cannot take one. The model is left as it was.
     """
     encoder = find_encoder(model)
-    _check_extras(slots, encoder.family)
     layout = encoder.layout(model)
     # All are made before the first is put in place, because a refused setting must leave the model alone.
-    priors = [
-        StockPrior(
-            num_heads_of(module),
-            resolve_prior(_slots_of_stage(slots, encoder.family, name), num_heads_of(module), encoder.grid_of(module)),
-            index,
-            layout,
-            encoder.config,
-            head_dim_of(module),
-            for_adapters,
-        )
-        for index, (name, module) in enumerate(encoder.attention.items())
-    ]
+    resolved = _resolved_layers(prior, encoder)
     module: Any
-    for module, prior in zip(encoder.attention.values(), priors, strict=True):
-        _check_mixer(prior.prior, head_dim_of(module), encoder.family)
-    for module, prior in zip(encoder.attention.values(), priors, strict=True):
+    priors = []
+    for index, (module, one) in enumerate(zip(encoder.attention.values(), resolved, strict=True)):
+        _check_mixer(one, head_dim_of(module), encoder.family)
+        heads, width = num_heads_of(module), head_dim_of(module)
+        priors.append(StockPrior(heads, one, index, layout, encoder.config, width, for_adapters))
+    for module, part in zip(encoder.attention.values(), priors, strict=True):
         weight = next(module.parameters())
-        prior.to(_device_of(module), torch.float64 if weight.dtype == torch.float64 else None)
-        module.add_module(PRIOR_MODULE, prior.train(module.training))
+        part.to(_device_of(module), torch.float64 if weight.dtype == torch.float64 else None)
+        module.add_module(PRIOR_MODULE, part.train(module.training))
         if encoder.family.own_forward:
             _give_forward(module)
             continue
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = REGISTERED
     bind_saving(model)
-    return Applied(priors[0].prior, list(encoder.attention), layout.watch(encoder.embeddings))
+    layers = keyed(resolved)
+    # One prior for all is recorded as that of the first layer: where it has no support in later stages, it says so.
+    differ = has_layers(prior) and (len(layers) > 1 or encoder.family.support_stages is not None)
+    recorded: FullPrior = {"layers": layers} if differ else resolved[0]
+    return Applied(recorded, list(encoder.attention), layout.watch(encoder.embeddings))
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -238,6 +235,32 @@ def _with_identity(slots: dict[str, Any]) -> dict[str, Any]:
         return slots
     decay = {"name": decay} if isinstance(decay, str) else decay
     return {**slots, "decay": {"init": "identity", **decay}}
+
+
+def _resolved_layers(prior: PriorSpec | None, encoder: Any) -> list[ResolvedPrior]:
+    """The prior of each attention module.
+
+    Raises:
+        ValueError: for a bad prior; of several the message has the layers.
+    """
+    count, slots = len(encoder.attention), []
+    if has_layers(prior):
+        parts = numbered(cast("Mapping[str, Any]", prior)[LAYERS], count, LAYERS)
+        slots = [(numbers, _with_identity(parse_prior(spec))) for numbers, spec in parts]
+    else:
+        slots = [(range(count), _with_identity(parse_prior(prior)))]
+    modules, resolved = list(encoder.attention.items()), []
+    for numbers, given in slots:
+        try:
+            _check_extras(given, encoder.family)
+            for name, module in modules[numbers.start : numbers.stop]:
+                of_stage = given if has_layers(prior) else _slots_of_stage(given, encoder.family, name)
+                resolved.append(resolve_prior(of_stage, num_heads_of(module), encoder.grid_of(module)))
+        except ValueError as error:
+            if len(slots) == 1:
+                raise
+            raise ValueError(f"{error} (layers {key_of(numbers)} of {count})") from None
+    return resolved
 
 
 def _slots_of_stage(slots: dict[str, Any], family: StockFamily, name: str) -> dict[str, Any]:

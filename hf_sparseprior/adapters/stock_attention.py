@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from hf_sparseprior.adapters.token_layout import TokenLayout
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
-from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.base.resolved import FullPrior, ResolvedPrior
 from hf_sparseprior.models.base_model import asked_backend
 from hf_sparseprior.patterns.supports import redraws
 from hf_sparseprior.priors.layer import PriorAttention
@@ -129,12 +129,12 @@ APPLIED = "_sparse_prior"  # the attribute of a model that holds this:
 class Applied:
     """What `apply_prior` did to a model.
 
-    prior: the first layer's, resolved.
+    prior: the full form of all layers'; of one prior for all, the first layer's.
     attention: names of the attention modules, in the order of the layers.
     handles: handles of the hooks.
     """
 
-    prior: ResolvedPrior
+    prior: FullPrior
     attention: list[str]
     handles: list[Any]
 

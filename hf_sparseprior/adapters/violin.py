@@ -44,7 +44,8 @@ from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.patterns.decay import DECAYS, GROWING, Decay, make_decay, resolve_decay
 from hf_sparseprior.patterns.supports import check_time
 from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
-from hf_sparseprior.priors.prior import is_prior_weight, parse_prior, resolve_prior
+from hf_sparseprior.priors.layer_priors import changed_priors
+from hf_sparseprior.priors.prior import is_prior_weight, resolve_prior
 from hf_sparseprior.saving.card import add_adapter_requirement
 
 ATTACHED = "_sparse_prior_adapters"  # the attribute of a stock model whose priors serve adapters alone
@@ -286,7 +287,7 @@ class _DecayTuner:
         _check_saved_modules(peft_config, model)
         targets = _attention_layers(model)
         if not targets:
-            setattr(model, ATTACHED, attach(model, parse_prior(None), for_adapters=True))
+            setattr(model, ATTACHED, attach(model, None, for_adapters=True))
             targets = _attention_layers(model)
         if decayed := [name for name, module in targets.items() if module.decay_bias is not None]:
             raise ValueError(
@@ -490,7 +491,7 @@ def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
     attached: Applied | None = model.__dict__.pop(ATTACHED, None)
     applied: Applied | None = attached or getattr(model, APPLIED, None)
     if applied is not None:
-        applied.prior = next(iter(layers.values())).prior
+        applied.prior = changed_priors(applied.prior, lambda prior: with_decay(prior, decay, time))
         if attached is not None:
             for prior in stock_priors(model):
                 prior.serve_all()
@@ -512,9 +513,7 @@ def _with_decay(config: Any, decay: ResolvedDecay, time: Time, renewed: dict[int
         if isinstance(within, BaseConfig):
             copied.backbone_config = _with_decay(within, decay, time, renewed)
         else:
-            priors = config.prior if isinstance(config.prior, list) else [config.prior]
-            priors = [with_decay(prior, decay, time) for prior in priors]
-            copied.prior = priors if isinstance(config.prior, list) else priors[0]
+            copied.prior = changed_priors(config.prior, lambda prior: with_decay(prior, decay, time))
             copied.own()
     return renewed[id(config)]
 

@@ -30,7 +30,8 @@ from hf_sparseprior.base.resolved import ResolvedDecay, ResolvedPrior
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.supports import LayerKey, LayerPattern, layer_pattern
-from hf_sparseprior.priors.prior import PriorSpec, predictor_or_mixer, prior_name, pruning_of, resolve_prior
+from hf_sparseprior.priors.layer_priors import PriorRun, prior_runs, resolve_stages
+from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, prior_name, pruning_of
 
 
 @dataclass(frozen=True)
@@ -201,10 +202,11 @@ def vit_flops(
     prefix = config.num_prefix_tokens if num_prefix_tokens is None else num_prefix_tokens
     prefix = check_integer("num_prefix_tokens", prefix, 0)
     width, num_tokens = config.hidden_size, grid[0] * grid[1]
-    resolved = resolve_prior(config.prior if prior is None else prior, config.num_attention_heads, grid)
-    sizes = layer_tokens(resolved, config.num_hidden_layers, num_tokens)
-    counted = count_layers(resolved, config.layers, sizes, grid, prefix, convention)
-    _add_pruning(counted.layers, resolved, num_tokens, prefix, width, convention)
+    stages = [Stage(config.num_attention_heads, grid, config.num_hidden_layers)]
+    runs = prior_runs(resolve_stages(config.prior if prior is None else prior, stages), stages)
+    sizes = layer_tokens(runs, config.num_hidden_layers, num_tokens)
+    counted = count_layers(runs, config.layers, sizes, grid, prefix, convention)
+    _add_pruning(counted.layers, runs[0].prior, num_tokens, prefix, width, convention)
     multiply_add = convention_of(convention).multiply_add
     inputs = config.pooled_size
     if config.use_distillation_token and config.use_distillation_classifier:
@@ -234,7 +236,7 @@ class CountedLayers(NamedTuple):
 
 
 def count_layers(
-    prior: ResolvedPrior,
+    runs: Sequence[PriorRun],
     layers: Sequence[LayerSizes],
     sizes: Sequence[tuple[int, int]],
     grid: tuple[int, ...],
@@ -243,6 +245,37 @@ def count_layers(
     first: int = 0,
 ) -> CountedLayers:
     """Layers that see all patches, with extras, without what token pruning adds.
+
+    Args:
+        runs: these layers, by their priors.
+        layers: their sizes.
+        sizes: tokens without the prefix in the attention and in the MLP of each layer.
+        grid: (height, width) of the patches, or (frames, height, width) of those that attention sees. prefix: P.
+        convention: one of CONVENTIONS.
+        first: number of the first of these layers in the model.
+    """
+    pairs: list[int] = []
+    parts: list[dict[str, int]] = []
+    decays: dict[str, int] | None = None
+    for run in runs:
+        of_run = slice(len(pairs), len(pairs) + run.stage.num_layers)
+        counted = _count_run(run.prior, layers[of_run], sizes[of_run], grid, prefix, convention, first + of_run.start)
+        pairs, parts = pairs + counted.pairs, parts + counted.layers
+        if counted.decay is not None:
+            decays = {key: value + (decays or {}).get(key, 0) for key, value in counted.decay.items()}
+    return CountedLayers(pairs, parts, decays)
+
+
+def _count_run(
+    prior: ResolvedPrior,
+    layers: Sequence[LayerSizes],
+    sizes: Sequence[tuple[int, int]],
+    grid: tuple[int, ...],
+    prefix: int,
+    convention: str,
+    first: int,
+) -> CountedLayers:
+    """`count_layers` of layers with one prior.
 
     Args:
         prior: theirs, resolved.
@@ -296,20 +329,21 @@ def layer_patterns(
     return [layer_pattern(prior["support"], key) for key in keys]
 
 
-def layer_tokens(prior: ResolvedPrior, num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-    """Tokens without the prefix in the attention and in the MLP of each layer, for N patches; `prior` is resolved.
+def layer_tokens(runs: Sequence[PriorRun], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
+    """Tokens without the prefix in the attention and in the MLP of each layer, for N patches.
 
     Raises:
         ValueError: for what is not counted: supports and decays on pruned tokens.
     """
-    if (pruning := pruning_of(prior)) is None:
+    if (pruning := pruning_of(runs[0].prior)) is None:  # the same in all layers
         return [(num_tokens, num_tokens)] * num_layers
     settings, kind = pruning
     sizes = kind.layer_tokens(settings, num_layers, num_tokens)
-    if sizes[-1][0] < num_tokens and (prior["support"]["name"] != "dense" or prior["decay"] is not None):
+    whole = all(prior["support"]["name"] == "dense" and prior["decay"] is None for prior, *_ in runs)
+    if sizes[-1][0] < num_tokens and not whole:
         raise ValueError(
-            f"prior {prior_name(prior)!r}: which pairs are left among the kept patches differs between images and is "
-            "not counted"
+            f"prior {prior_name([run.prior for run in runs])!r}: which pairs are left among the kept patches differs "
+            "between images and is not counted"
         )
     return sizes
 

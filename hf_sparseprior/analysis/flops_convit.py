@@ -18,9 +18,11 @@ from hf_sparseprior.analysis.flops import (
     image_grid,
 )
 from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.resolved import each_prior
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.configuration_sparseprior_convit import SparsePriorConvitConfig
-from hf_sparseprior.priors.prior import PriorSpec, resolve_prior
+from hf_sparseprior.priors.layer_priors import prior_runs, resolve_stages
+from hf_sparseprior.priors.prior import PriorSpec, Stage
 
 
 def convit_flops(
@@ -39,8 +41,10 @@ def convit_flops(
     prefix = check_integer("num_prefix_tokens", prefix, 0)
     heads, width, layers = config.num_attention_heads, config.hidden_size, config.layers
     local, tokens, rule = config.num_local_layers, grid[0] * grid[1], convention_of(convention)
-    resolved = resolve_prior(config.prior if prior is None else prior, heads, grid)
-    config.check_prior(resolved)
+    plain = [Stage(heads, grid, config.num_hidden_layers - local)]
+    priors = resolve_stages(config.prior if prior is None else prior, plain)
+    for resolved in each_prior(priors):
+        config.check_prior(resolved)
     pairs = [len(layer.heads) * tokens**2 for layer in layers[:local]]
     gated = []
     for layer, attended in zip(layers, pairs, strict=False):
@@ -48,7 +52,7 @@ def convit_flops(
         counts = block_flops(tokens, tokens, width, layer.mlp_width, attended, *of_heads)
         gated.append({**counts, "softmax": 2 * counts["softmax"], "positions": rule.multiply_add * 3 * attended})
     sizes = [(tokens, tokens)] * (config.num_hidden_layers - local)
-    counted = count_layers(resolved, layers[local:], sizes, grid, prefix, convention, first=local)
+    counted = count_layers(prior_runs(priors, plain), layers[local:], sizes, grid, prefix, convention, first=local)
     joins = f", the class token too from layer {local + 1} on" if prefix else ""
     patch = as_pair(config.patch_size)
     return ModelFlops(

@@ -18,10 +18,10 @@ from hf_sparseprior.analysis.flops import (
     image_sides,
 )
 from hf_sparseprior.base.layer_sizes import STEM_WIDTH, VALUE_WIDTH
-from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.configuration_sparseprior_iformer import SparsePriorIformerConfig, map_sizes
 from hf_sparseprior.patterns.supports import LayerKey, layer_pattern
-from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, resolve_stages
+from hf_sparseprior.priors.layer_priors import PriorRun, prior_runs
+from hf_sparseprior.priors.prior import PriorSpec, predictor_or_mixer
 
 
 def iformer_flops(
@@ -40,14 +40,10 @@ def iformer_flops(
         raise ValueError(f"num_prefix_tokens={num_prefix_tokens!r} must be 0: a SparsePriorIformer has places only")
     size = image_sides(config.image_size if image_size is None else image_size)
     grids = map_sizes(size, len(config.hidden_sizes))
-    priors = config.stage_priors
-    if prior is not None:
-        priors = resolve_stages(config.priors_of_stages(prior), config.stages)
-        for stage_prior in priors:
-            config.check_prior(stage_prior)
+    runs = config.prior_runs if prior is None else prior_runs(config.resolve_priors(prior), config.stages)
     counter = _Counter(config, convention)
-    for number, (stage_prior, stage) in enumerate(zip(priors, config.stages, strict=True)):
-        counter.add_stage(stage_prior, stage, grids[config.attention_stages[number]], number)
+    for run in runs:
+        counter.add_layers(run, grids[config.attention_stages[run.stage_number]])
     rule = convention_of(convention).multiply_add
     places = [grids[stage][0] * grids[stage][1] for stage in config.attention_stages]
     classifiers = 1 + config.use_distillation_classifier
@@ -95,20 +91,19 @@ class _Counter:
         self.layers: list[dict[str, int]] = []
         self.decay: dict[str, int] = {}
 
-    def add_stage(self, prior: ResolvedPrior, stage: Stage, grid: tuple[int, int], number: int) -> None:
-        """Count the attention layers of a stage of an image whose map has this grid.
+    def add_layers(self, run: PriorRun, grid: tuple[int, int]) -> None:
+        """Count attention layers of a stage of an image.
 
         Args:
-            prior: the stage's, resolved.
-            stage: its heads and layers.
-            grid: (height, width) of the map.
-            number: of the stage among those that have attention.
+            run: their prior and numbers.
+            grid: (height, width) of the stage's map.
         """
+        prior = run.prior
         places, rule = grid[0] * grid[1], convention_of(self.convention).multiply_add
         if (chooser := predictor_or_mixer(prior)) is not None:
             chooser = chooser[1].settings_for(chooser[0], places), chooser[1]
         sizes, values = self.config.layers, self.config.inner_widths[VALUE_WIDTH]
-        for layer in range(len(self.pairs), len(self.pairs) + stage.num_layers):
+        for layer in range(run.first, run.first + run.stage.num_layers):
             width, keys, hidden = sizes[layer].width, sizes[layer].head_width, sizes[layer].mlp_width
             pattern = layer_pattern(prior["support"], LayerKey(1, grid, layer))
             pairs = attended_in_layer(pattern, chooser, places, 0, keys)

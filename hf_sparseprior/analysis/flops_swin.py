@@ -22,10 +22,10 @@ from hf_sparseprior.analysis.flops import (
     layer_patterns,
 )
 from hf_sparseprior.base.layer_sizes import LayerSizes
-from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.configuration_sparseprior_swin import SparsePriorSwinConfig
-from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer
+from hf_sparseprior.priors.layer_priors import PriorRun, prior_runs
+from hf_sparseprior.priors.prior import PriorSpec, predictor_or_mixer
 
 
 def swin_flops(
@@ -47,14 +47,16 @@ def swin_flops(
         raise ValueError(f"num_prefix_tokens={num_prefix_tokens!r} must be 0: a SparsePriorSwin has patches only")
     size = image_sides(config.image_size if image_size is None else image_size)
     rule = convention_of(convention).multiply_add
-    priors = config.stage_priors if prior is None else config.resolve_priors(prior)
+    runs = config.prior_runs if prior is None else prior_runs(config.resolve_priors(prior), config.stages)
     patch = as_pair(config.patch_size)
     first = grid = (math.ceil(size[0] / patch[0]), math.ceil(size[1] / patch[1]))
     counter = _Counter(convention)
     patches = []
     layers = iter(config.layers)
-    for number, (stage_prior, stage) in enumerate(zip(priors, config.stages, strict=True)):
-        counter.add_stage(stage_prior, stage, grid, list(itertools.islice(layers, stage.num_layers)))
+    for number in range(len(config.stages)):
+        for run in runs:
+            if run.stage_number == number:
+                counter.add_layers(run, grid, list(itertools.islice(layers, run.stage.num_layers)))
         patches.append(grid[0] * grid[1])
         if number + 1 < len(config.stages):
             grid = (math.ceil(grid[0] / 2), math.ceil(grid[1] / 2))
@@ -83,24 +85,21 @@ class _Counter:
         self.decay: dict[str, int] = {}
         self.padding = ""
 
-    def add_stage(
-        self, prior: ResolvedPrior, stage: Stage, grid: tuple[int, int], layers: Sequence[LayerSizes]
-    ) -> None:
-        """Count the layers of a stage of an image with this grid, without the patch merging.
+    def add_layers(self, run: PriorRun, grid: tuple[int, int], layers: Sequence[LayerSizes]) -> None:
+        """Count layers of a stage of an image with this grid, without the patch merging.
 
         Args:
-            prior: the stage's, resolved.
-            stage: its heads, window and layers.
+            run: their prior, heads and window.
             grid: (height, width) of the stage in patches.
             layers: their sizes.
         """
+        prior, stage, _, first = run
         window = stage.grid[0] * stage.grid[1]
         windows = math.ceil(grid[0] / stage.grid[0]) * math.ceil(grid[1] / stage.grid[1])
         padded, patches = windows * window, grid[0] * grid[1]
         if padded > patches:
             self.padding = "; projections and pairs of padded windows"
         chooser, rule = predictor_or_mixer(prior), convention_of(self.convention).multiply_add
-        first = len(self.pairs)
         patterns = layer_patterns(prior, layers, stage.grid, first)
         for sizes, pattern in zip(layers, patterns, strict=True):
             heads, head_width, hidden = len(sizes.heads), sizes.head_width, sizes.mlp_width

@@ -19,9 +19,10 @@ from hf_sparseprior.analysis.flops import (
 )
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.extras import EXTRAS
-from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.base.resolved import ResolvedPrior, each_prior
 from hf_sparseprior.models.configuration_sparseprior_timesformer import SparsePriorTimesformerConfig
-from hf_sparseprior.priors.prior import PriorSpec, resolve_prior
+from hf_sparseprior.priors.layer_priors import prior_runs, resolve_stages
+from hf_sparseprior.priors.prior import PriorSpec, Stage
 
 
 def timesformer_flops(
@@ -39,30 +40,24 @@ def timesformer_flops(
     size, grid = image_grid(config, config.image_size if image_size is None else image_size)
     prefix = config.num_prefix_tokens if num_prefix_tokens is None else num_prefix_tokens
     prefix = check_integer("num_prefix_tokens", prefix, 0)
-    frames, width, rule = config.num_frames, config.hidden_size, convention_of(convention).multiply_add
+    frames, rule = config.num_frames, convention_of(convention).multiply_add
     of_frame = grid[0] * grid[1]
     seen: tuple[int, ...] = (frames, *grid) if config.is_joint else grid
     repeats = 1 if config.is_joint else frames
-    given = config.prior if prior is None else prior
-    resolved = resolve_prior(given, config.num_attention_heads, seen)
-    config.check_prior(resolved)
+    stages = [Stage(config.num_attention_heads, seen, config.num_hidden_layers)]
+    priors = resolve_stages(config.prior if prior is None else prior, stages)
+    for resolved in each_prior(priors):
+        config.check_prior(resolved)
+    runs = prior_runs(priors, stages)
     tokens = of_frame * frames if config.is_joint else of_frame
-    in_mlp = [extra for extra in resolved["extras"] if EXTRAS[extra["name"]].place == "MLP"]
-    others: ResolvedPrior = {**resolved, "extras": [extra for extra in resolved["extras"] if extra not in in_mlp]}
+    others = [run._replace(prior=_with_extras(run.prior, in_mlp=False)) for run in runs]
     counted = count_layers(
         others, config.layers, [(tokens, tokens)] * config.num_hidden_layers, seen, prefix, convention
     )
-    # What is in the MLP sees frames one by one, each with the prefix tokens, as space-only attention does.
-    copies = frames if in_mlp or config.attention_type == "space_only" else 1
-    mlp = rule * 2 * (copies * prefix + frames * of_frame) * width * config.intermediate_size
-    of_extras: dict[str, int] = {"mlp": 0}
-    sizes = (config.num_attention_heads, width, config.intermediate_size)
-    add_extras([of_extras], {**resolved, "extras": in_mlp}, sizes, grid, prefix, convention)
+    mlps = [_mlp(config, run.prior, grid, prefix, convention) for run in runs for _ in range(run.stage.num_layers)]
     layers = []
-    for layer in counted.layers:
-        layers.append(
-            {part: repeats * flops for part, flops in layer.items()} | {"mlp": mlp + frames * of_extras["mlp"]}
-        )
+    for layer, mlp in zip(counted.layers, mlps, strict=True):
+        layers.append({part: repeats * flops for part, flops in layer.items()} | {"mlp": mlp})
         if config.is_divided:
             layers[-1]["temporal"] = _temporal(config, of_frame, convention)
     decay = counted.decay
@@ -82,6 +77,28 @@ def timesformer_flops(
         decay=decay,
         frames=frames,
     )
+
+
+def _with_extras(prior: ResolvedPrior, in_mlp: bool) -> ResolvedPrior:
+    """A prior with those of its extras alone that are in the MLP, or with the others."""
+    return {
+        **prior,
+        "extras": [extra for extra in prior["extras"] if (EXTRAS[extra["name"]].place == "MLP") == in_mlp],
+    }
+
+
+def _mlp(
+    config: SparsePriorTimesformerConfig, prior: ResolvedPrior, grid: tuple[int, int], prefix: int, convention: str
+) -> int:
+    """FLOPs of the MLP of a layer with a prior, for all frames with this grid."""
+    frames, width, hidden = config.num_frames, config.hidden_size, config.intermediate_size
+    in_mlp = _with_extras(prior, in_mlp=True)
+    # What is in the MLP sees frames one by one, each with the prefix tokens, as space-only attention does.
+    copies = frames if in_mlp["extras"] or config.attention_type == "space_only" else 1
+    of_extras: dict[str, int] = {"mlp": 0}
+    add_extras([of_extras], in_mlp, (config.num_attention_heads, width, hidden), grid, prefix, convention)
+    linear = 2 * (copies * prefix + frames * grid[0] * grid[1]) * width * hidden
+    return convention_of(convention).multiply_add * linear + frames * of_extras["mlp"]
 
 
 def _temporal(config: SparsePriorTimesformerConfig, num_tokens: int, convention: str) -> int:

@@ -130,7 +130,7 @@ def predicted_costs(
             call()  # makes tables and state
             peaks.append(traced_bytes(call, device)[0])
             calls.append(call)
-        rounds = _rounds(calls, device, budget)
+        rounds = interleaved_rounds(calls, device, budget)
         shares = torch.tensor([twin.share for twin in models], dtype=torch.float64)
         timed = torch.tensor(rounds, dtype=torch.float64)
         # The whole has all layers of the first. Where calls are so short that noise is larger than a layer, the sum
@@ -173,8 +173,12 @@ def call_of(
     return step if trains else forward
 
 
-def _rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
-    """Seconds a call, for each round and call."""
+def interleaved_rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
+    """Seconds a call, for each round and call. The calls take turns.
+
+    Args:
+        budget: seconds for the rounds, which end earlier when ten are done, but not before the third.
+    """
     end = time.perf_counter() + WARM_UP  # a processor and an allocator that have just been woken are slower
     while True:
         once = [seconds_per_call(call, 1, device) for call in calls]

@@ -6,8 +6,8 @@ their own settings in addition to the keys named here; `own_settings` gives them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NotRequired, TypedDict, cast, get_args
 
 from torch import Tensor
 
@@ -84,6 +84,31 @@ class ResolvedPrior(TypedDict):
     mixer: Literal["softmax"] | ResolvedModule
     extras: list[ResolvedModule]
     time: NotRequired[Time]
+
+
+LAYERS: Final = "layers"  # the key of priors that differ between layers
+
+
+class ResolvedLayers(TypedDict):
+    """Priors that differ between the layers of a stage.
+
+    layers: for each run of layers with the same prior, their numbers in the stage ("0-3", "4") and the prior.
+    """
+
+    layers: dict[str, ResolvedPrior]
+
+
+# What config.json holds: one prior for all layers, one for each run of layers, or one of these for each stage.
+FullPrior = ResolvedPrior | ResolvedLayers | Sequence[ResolvedPrior | ResolvedLayers]
+
+
+def each_prior(prior: FullPrior | Mapping[str, Any] | Sequence[Any]) -> list[ResolvedPrior]:
+    """The priors in a full form, in the order of the layers, one for each run of layers or stage."""
+    if isinstance(prior, Sequence):
+        return [one for part in prior for one in each_prior(part)]
+    if LAYERS in prior:
+        return list(cast("ResolvedLayers", prior)[LAYERS].values())
+    return [cast("ResolvedPrior", prior)]
 
 
 def with_decay(prior: ResolvedPrior, decay: ResolvedDecay, time: Time) -> ResolvedPrior:

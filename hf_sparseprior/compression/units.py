@@ -158,7 +158,7 @@ class Units:
 def _check_prior(model: Any) -> None:
     if getattr(model.config, "position_embedding", None) == "rotary":
         raise ValueError("position_embedding='rotary' turns pairs of a head's channels; it cannot be compressed")
-    for prior in model.config.stage_priors:
+    for prior in model.config.layer_priors:
         if prior["mixer"] != "softmax":
             raise ValueError(f"prior: mixer {prior['mixer']['name']!r} is not made of heads that can be cut")
         for extra in prior["extras"]:

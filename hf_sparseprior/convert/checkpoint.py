@@ -221,7 +221,7 @@ def convert_checkpoint(
         )
     same_prior = all(
         old["decay"] == new["decay"] and old["extras"] == new["extras"] and _same_predictor(old, new)
-        for old, new in zip(source_config.stage_priors, config.stage_priors, strict=True)
+        for old, new in zip(source_config.layer_priors, config.layer_priors, strict=True)
     )
     if not same_prior:
         weights = {key: value for key, value in weights.items() if not is_prior_weight(key)}

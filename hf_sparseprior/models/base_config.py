@@ -21,11 +21,12 @@ from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.layer_sizes import LayerSizes, check_compressed, compressed_layers, whole_layer
 from hf_sparseprior.base.limits import check_limit
-from hf_sparseprior.base.resolved import ResolvedPrior
+from hf_sparseprior.base.resolved import ResolvedPrior, each_prior
 from hf_sparseprior.models.feature_maps import FeatureMap
 from hf_sparseprior.patterns.supports import LayerKey, support_notes
 from hf_sparseprior.patterns.token_order import RASTER
-from hf_sparseprior.priors.prior import PriorSpec, Stage, prior_name, prior_pruning_ratio, resolve_prior, resolve_stages
+from hf_sparseprior.priors.layer_priors import PriorRun, StagePrior, prior_runs, resolve_stages
+from hf_sparseprior.priors.prior import PriorSpec, Stage, prior_name, prior_pruning_ratio
 from hf_sparseprior.saving.code import write_code
 
 logger = logging.getLogger("hf_sparseprior.config")
@@ -226,16 +227,17 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
         return height, width
 
     @property
-    def stage_priors(self) -> list[ResolvedPrior]:
-        """The full form of the prior of each stage, dense for a stage that takes none.
+    def prior_runs(self) -> list[PriorRun]:
+        """The runs of neighbouring layers with the same prior in its full form, dense in a stage that takes none.
 
         `prior` itself is a list only if several stages take one.
         """
-        given = iter(self.prior if isinstance(self.prior, list) else [self.prior])
-        return [
-            next(given) if stage.takes_prior else resolve_prior(None, stage.num_heads, stage.grid)
-            for stage in self.stages
-        ]
+        return prior_runs(self.prior, self.stages)
+
+    @property
+    def layer_priors(self) -> list[ResolvedPrior]:
+        """The full form of the prior of each attention layer, dense in a stage that takes none."""
+        return [run.prior for run in self.prior_runs for _ in range(run.stage.num_layers)]
 
     def prefix_tokens(self, stage: Stage) -> int:
         """Number of prefix tokens in the layers of a stage."""
@@ -250,17 +252,17 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
     def pruning_ratio(self) -> float:
         """Percentage of query-key pairs that the prior leaves out, prefix tokens included (`prior_pruning_ratio`)."""
         kept = total = 0.0
-        layers = enumerate(self.layers)
-        for prior, stage in zip(self.stage_priors, self.stages, strict=True):
-            prefix, stage_layers = self.prefix_tokens(stage), list(itertools.islice(layers, stage.num_layers))
+        layers, runs = enumerate(self.layers), self.prior_runs
+        for prior, stage, _, _ in runs:
+            prefix, run_layers = self.prefix_tokens(stage), list(itertools.islice(layers, stage.num_layers))
             tokens = prefix + math.prod(stage.grid)
             if whole := self.compressed is None:
-                stage_layers = stage_layers[:1]  # as all others
-            for number, layer in stage_layers:
+                run_layers = run_layers[:1]  # as all others
+            for number, layer in run_layers:
                 heads = None if whole else layer.heads
                 key = LayerKey(layer.num_supports, stage.grid, number, prior.get("time", "frame"), heads)
                 ratio = prior_pruning_ratio(prior, key, prefix, layer.head_width)
-                if whole and len(self.stages) == 1:
+                if whole and len(runs) == 1:
                     return ratio
                 pairs = (stage.num_layers if whole else 1) * stage.num_windows * len(layer.heads) * tokens**2
                 kept, total = kept + pairs * (1 - ratio / 100), total + pairs
@@ -293,7 +295,7 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
             self.stage_names = self.map_names
             self.set_output_features_output_indices(out_features=None, out_indices=None)
 
-    def resolve_priors(self, prior: Any) -> list[ResolvedPrior]:
+    def resolve_priors(self, prior: Any) -> list[StagePrior]:
         """The full form of a prior for each stage that takes one.
 
         Raises:
@@ -301,22 +303,22 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
         """
         stages = [stage for stage in self.stages if stage.takes_prior]
         priors = resolve_stages(self.priors_of_stages(prior), stages)
-        for resolved in priors:
+        for resolved in each_prior(priors):
             self.check_prior(resolved)
         return priors
 
-    def priors_of_stages(self, prior: Any) -> PriorSpec | Sequence[PriorSpec | None] | None:
-        """What a prior that is given means for each stage: the same for all, or a list with one for each."""
+    def priors_of_stages(self, prior: Any) -> PriorSpec | Sequence[Any] | None:
+        """What a prior that is given means for each stage, as `resolve_stages` takes it."""
         return prior
 
     def check_prior(self, prior: ResolvedPrior) -> None:
-        """Raise ValueError if the resolved prior of a stage has no meaning in this model."""
+        """Raise ValueError if the resolved prior of a layer has no meaning in this model."""
         for extra in prior["extras"]:
             EXTRAS[extra["name"]].check_model(extra, self)
 
     def log_notes(self) -> None:
         """Log clipped windows and heads that have no offset on this grid."""
-        for prior, stage in zip(self.stage_priors, self.stages, strict=True):
+        for prior, stage, _, _ in self.prior_runs:
             key = LayerKey(stage.num_heads, stage.grid, time=prior.get("time", "frame"))
             for note in support_notes(prior["support"], key, self.prefix_tokens(stage)):
                 logger.warning(note)

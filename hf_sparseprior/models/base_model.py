@@ -46,7 +46,7 @@ class BasePreTrainedModel(PreTrainedModel):
         if config.prior != given:
             config.log_notes()
         super().__init__(config, *args, **kwargs)
-        if any(prior["decay"] is not None for prior in config.stage_priors):
+        if any(prior["decay"] is not None for prior in config.layer_priors):
             # In half precision the gradients of alpha and beta lose their scale, and beta even loses its value.
             self._keep_in_fp32_modules_strict = ["decay_bias"]
         self.config.own()
@@ -155,7 +155,7 @@ class DrawCount(PriorModule):
     @classmethod
     def of(cls, config: BaseConfig) -> DrawCount | None:
         """The count of a model with this config; None if its pairs are the same in every pass."""
-        return cls() if any(redraws(prior["support"]) for prior in config.stage_priors) else None
+        return cls() if any(redraws(prior["support"]) for prior in config.layer_priors) else None
 
     def initial_values(self) -> dict[str, Tensor]:
         """As `PriorModule`."""

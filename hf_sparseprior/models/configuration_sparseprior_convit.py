@@ -13,7 +13,8 @@ from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import IMAGENET, BaseConfig, as_pair, check_number
 from hf_sparseprior.models.configuration_sparseprior_vit import Interpolation
 from hf_sparseprior.models.feature_maps import FeatureMap, check_map_count, check_map_scales, resampling_weights
-from hf_sparseprior.priors.prior import Stage, common_order, prior_weights
+from hf_sparseprior.priors.layer_priors import prior_weights
+from hf_sparseprior.priors.prior import Stage, common_order
 
 Pooling = Literal["class_token", "mean"]
 PositionEmbedding = Literal["learned", "none"]
@@ -145,11 +146,11 @@ class SparsePriorConvitConfig(BaseConfig):
     @property
     def num_weights(self) -> int:
         """Weights of the matrices and tables, as `BaseConfig` says."""
-        width, hidden, patch = self.hidden_size, self.intermediate_size, as_pair(self.patch_size)
+        width, patch = self.hidden_size, as_pair(self.patch_size)
         total = self.num_channels * patch[0] * patch[1] * width + self.num_tokens * width + self.num_labels * width
         total += sum(width * (4 * layer.attention_width + 2 * layer.mlp_width) for layer in self.layers)
         total += sum(3 * len(layer.heads) for layer in self.layers[: self.num_local_layers])
-        return total + resampling_weights(self) + prior_weights(self.prior, self.stages[-1], width, hidden)
+        return total + resampling_weights(self) + prior_weights(self.prior_runs, self.widths, self.mlp_widths)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from hf_sparseprior.base.limits import check_size
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import IMAGENET, BaseConfig, as_pair
 from hf_sparseprior.models.feature_maps import FeatureMap, pyramid
-from hf_sparseprior.priors.prior import Stage, prior_weights
+from hf_sparseprior.priors.layer_priors import prior_weights
+from hf_sparseprior.priors.prior import Stage
 from hf_sparseprior.priors.relative_position import RelativePosition
 
 # Zheng 2025 (arXiv 2501.15369), from the published code and, for stochastic depth, its training recipes.
@@ -249,8 +250,7 @@ class SparsePriorIformerConfig(BaseConfig):
         for layer, values in zip(self.layers, inner[VALUE_WIDTH], strict=True):
             products = 2 * layer.head_width + 3 * values + 2 * layer.mlp_width
             total += layer.width * (products + self.position_kernel_size**2)
-        of_stages = zip(self.stage_priors, self.stages, self.key_widths, self.mlp_widths, strict=True)
-        return total + sum(prior_weights(*each) for each in of_stages)
+        return total + prior_weights(self.prior_runs, self.key_widths, self.mlp_widths)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from hf_sparseprior.base.limits import check_size
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import IMAGENET, BaseConfig, as_pair, check_number
 from hf_sparseprior.models.feature_maps import FeatureMap, pyramid
+from hf_sparseprior.priors.layer_priors import has_layers, prior_weights
 from hf_sparseprior.priors.predictor import PREDICTORS
-from hf_sparseprior.priors.prior import PriorSpec, Stage, parse_prior, prior_weights
+from hf_sparseprior.priors.prior import PriorSpec, Stage, parse_prior
 
 # How many of the first stages a support goes to, if one prior is given for all (Fibottention appendix C.1).
 SUPPORT_STAGES = 2
@@ -34,7 +35,8 @@ class SparsePriorSwinConfig(BaseConfig):
     Args:
         prior: name, names joined by +, or the full form, for the patches of a window; or a list with one for each
             stage. One prior for all puts its support into the first two stages, as Fibottention's paper does, and
-            everything else into every stage, as VIOLIN's does. Kept as a list of full forms.
+            everything else into every stage, as VIOLIN's does. Kept as a list of full forms. {"layers": ...} gives
+            each layer of all stages its prior, or in the list each layer of a stage.
         image_size: pixels, one number or (height, width). Other sizes can be encoded, too.
         patch_size: pixels of a patch; images are padded to a multiple of it.
         num_channels: channels of the input image.
@@ -164,20 +166,17 @@ class SparsePriorSwinConfig(BaseConfig):
         total = self.num_channels * patch[0] * patch[1] * self.widths[0] + self.num_labels * self.hidden_size
         total += sum(4 * width * following for width, following in itertools.pairwise(self.widths))  # patch merging
         layers = iter(self.layers)
-        for prior, stage, width, hidden in zip(
-            self.stage_priors, self.stages, self.widths, self.mlp_widths, strict=True
-        ):
+        for stage, width in zip(self.stages, self.widths, strict=True):
             table = stage.num_heads * (2 * stage.grid[0] - 1) * (2 * stage.grid[1] - 1)
             stage_layers = itertools.islice(layers, stage.num_layers)
             total += sum(width * (4 * layer.attention_width + 2 * layer.mlp_width) + table for layer in stage_layers)
-            total += prior_weights(prior, stage, width, hidden)
-        return total
+        return total + prior_weights(self.prior_runs, self.widths, self.mlp_widths)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
-    def priors_of_stages(self, prior: Any) -> PriorSpec | Sequence[PriorSpec | None] | None:
+    def priors_of_stages(self, prior: Any) -> PriorSpec | Sequence[Any] | None:
         """One prior for all puts its support into the first stages alone."""
-        if prior is not None and not isinstance(prior, str) and isinstance(prior, Sequence):
+        if has_layers(prior) or (isinstance(prior, Sequence) and not isinstance(prior, str)):
             return prior
         slots = parse_prior(prior)
         later = {**slots, "support": None}

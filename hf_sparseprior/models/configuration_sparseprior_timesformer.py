@@ -6,9 +6,9 @@ import math
 from typing import Any, ClassVar, Literal, get_args
 
 from hf_sparseprior.base.limits import check_size
-from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, check_number
 from hf_sparseprior.patterns.token_order import RASTER
+from hf_sparseprior.priors.layer_priors import StagePrior, given_priors
 from hf_sparseprior.priors.prior import Stage, common_order, parse_prior, pruning_of
 
 AttentionType = Literal["divided_space_time", "joint_space_time", "space_only"]
@@ -65,7 +65,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     @property
     def layout(self) -> str:
         """As in SparsePriorViT; the patches of a joint clip have one order if the prior sees it as one grid."""
-        per_frame = self.is_joint and self.prior.get("time") != "clip"
+        per_frame = self.is_joint and any(prior.get("time") != "clip" for prior in self.layer_priors)
         return RASTER if per_frame else common_order(self.prior)
 
     @property
@@ -85,14 +85,15 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
         """As in SparsePriorViT, after the kind of attention."""
         return f"{self.attention_type}, {super().summary}"
 
-    def resolve_priors(self, prior: Any) -> list[ResolvedPrior]:
+    def resolve_priors(self, prior: Any) -> list[StagePrior]:
         """As in SparsePriorViT.
 
         Raises:
             ValueError: also for a prior that sees time where attention sees each frame alone.
         """
-        time = None if isinstance(prior, list) else parse_prior(prior)["time"]
-        if time not in (None, "frame") and not self.is_joint:
+        times = [parse_prior(one)["time"] for one in given_priors(prior)]
+        time = next((time for time in times if time not in (None, "frame")), None)
+        if time is not None and not self.is_joint:
             raise ValueError(
                 f"prior: time={time!r} needs attention_type='joint_space_time'; with {self.attention_type!r} the prior "
                 "sees each frame alone"
@@ -127,7 +128,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
                 raise ValueError(f"{name}=True must be False in a {type(self).__name__}")
         if self.map_scales is not None:
             raise ValueError(f"map_scales={self.map_scales} must be None: a {type(self).__name__} has no backbone")
-        if pruning_of(self.prior) is not None:
+        if any(pruning_of(prior) is not None for prior in self.layer_priors):
             raise ValueError(
                 f"prior {self.prior_name!r} drops tokens, and a {type(self).__name__} needs each patch in every frame"
             )

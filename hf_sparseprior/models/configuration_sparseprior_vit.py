@@ -10,7 +10,8 @@ from hf_sparseprior.base.limits import check_size
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.models.base_config import IMAGENET, BaseConfig, as_pair, check_number
 from hf_sparseprior.models.feature_maps import check_map_count, check_map_scales, resampling_weights
-from hf_sparseprior.priors.prior import Stage, common_order, prior_name, prior_weights, pruning_of
+from hf_sparseprior.priors.layer_priors import prior_weights
+from hf_sparseprior.priors.prior import Stage, common_order, prior_name, pruning_of
 
 Pooling = Literal["class_token", "mean", "class_token_and_mean"]
 PositionEmbedding = Literal["learned", "rotary", "none"]
@@ -62,7 +63,8 @@ class SparsePriorViTConfig(BaseConfig):
 
     Args:
         prior: name, names joined by +, or the full form with the slots support, decay, predictor, mixer and extras;
-            kept in its full form. See `hf_sparseprior.priors.prior`.
+            kept in its full form. See `hf_sparseprior.priors.prior`. Priors that differ between layers are
+            {"layers": {"0-3": one, "4-11": another}} or {"layers": [one, for, each]}, see `layer_priors`.
         image_size, patch_size: pixels, one number or (height, width); the image is a multiple of the patch.
         num_channels: channels of the input image.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as in ViT.
@@ -217,7 +219,7 @@ class SparsePriorViTConfig(BaseConfig):
 
         Biases, norms and scalars are not counted. A family whose layers have others overrides this.
         """
-        width, hidden, patch = self.hidden_size, self.intermediate_size, as_pair(self.patch_size)
+        width, patch = self.hidden_size, as_pair(self.patch_size)
         if self.stem == "convolution":
             stem = self.stem_channels * (49 * self.num_channels + 18 * self.stem_channels)
             projection = self.stem_channels * patch[0] * patch[1] // 4 * width
@@ -225,10 +227,7 @@ class SparsePriorViTConfig(BaseConfig):
             stem, projection = 0, self.num_channels * patch[0] * patch[1] * width
         positions = (self.num_prefix_tokens + self.grid[0] * self.grid[1]) * width
         layers = sum(width * (4 * layer.attention_width + 2 * layer.mlp_width) for layer in self.layers)
-        priors = sum(
-            prior_weights(prior, stage, width, hidden)
-            for prior, stage in zip(self.stage_priors, self.stages, strict=True)
-        )
+        priors = prior_weights(self.prior_runs, self.widths, self.mlp_widths)
         classifiers = 1 + (self.use_distillation_token and self.use_distillation_classifier) + self.token_classifier
         heads = classifiers * self.num_labels * self.pooled_size + resampling_weights(self)
         return stem + projection + positions + layers + priors + heads

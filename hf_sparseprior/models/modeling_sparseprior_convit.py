@@ -92,7 +92,7 @@ class SparsePriorConvitGatedAttention(SparsePriorAttention):
         super().__init__(
             config.hidden_size,
             config.num_attention_heads,
-            config.stage_priors[0],
+            config.layer_priors[layer_idx],
             layer_idx=layer_idx,
             biases=Biases(*[config.qkv_bias] * 3),
             attention_dropout=config.attention_probs_dropout_prob,
@@ -187,7 +187,7 @@ class SparsePriorConvitLayer(CheckpointedLayer):
         self.config = config
         width = config.hidden_size
         is_gated = layer_idx < config.num_local_layers
-        prior = config.stage_priors[0 if is_gated else -1]
+        prior = config.layer_priors[layer_idx]
         self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)
         if is_gated:
             self.attention: SparsePriorAttention = SparsePriorConvitGatedAttention(config, layer_idx)

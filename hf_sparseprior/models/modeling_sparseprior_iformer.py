@@ -196,7 +196,7 @@ class SparsePriorIformerAttention(SparsePriorAttention):
         super().__init__(
             width,
             1,
-            config.stage_priors[stage],
+            config.layer_priors[layer_idx],
             layer_idx,
             biases=Biases(False, False, False, False),
             attention_dropout=config.attention_probs_dropout_prob,
@@ -243,7 +243,7 @@ class SparsePriorIformerMLP(nn.Module):
     Args:
         config: of the model.
         stage: number of the stage among those that have attention.
-        hidden: width between the linear layers.
+        layer_idx: number of the layer among all attention layers.
     """
 
     OWN_UNITS: ClassVar[tuple[str, ...]] = (MLP_WIDTH,)
@@ -254,15 +254,15 @@ class SparsePriorIformerMLP(nn.Module):
         "norm2.*": ((WIDTH,),),
     }
 
-    def __init__(self, config: SparsePriorIformerConfig, stage: int, hidden: int) -> None:
+    def __init__(self, config: SparsePriorIformerConfig, stage: int, layer_idx: int) -> None:
         super().__init__()
-        width, eps = config.widths[stage], config.batch_norm_eps
+        width, eps, hidden = config.widths[stage], config.batch_norm_eps, config.layers[layer_idx].mlp_width
         self.fc1 = nn.Linear(width, hidden, bias=False)
         self.norm1 = BatchNorm(hidden, eps=eps)
         self.activation = ACT2FN[config.hidden_act]
         self.fc2 = nn.Linear(hidden, width, bias=False)
         self.norm2 = BatchNorm(width, eps=eps)
-        self.locality = make_extras(config.stage_priors[stage]["extras"], "MLP", hidden)
+        self.locality = make_extras(config.layer_priors[layer_idx]["extras"], "MLP", hidden)
 
     def forward(self, hidden_states: Tensor, grid: tuple[int, int]) -> Tensor:
         """Turn (B, N, C) into (B, N, C)."""
@@ -294,7 +294,7 @@ class SparsePriorIformerLayer(CheckpointedLayer):
         self.attention = SparsePriorIformerAttention(config, stage, layer_idx)
         self.layer_scale1 = layer_scale(LayerScale, width, config)
         self.drop_path1 = DropPath(drop_path_rates[1])
-        self.mlp = SparsePriorIformerMLP(config, stage, config.layers[layer_idx].mlp_width)
+        self.mlp = SparsePriorIformerMLP(config, stage, layer_idx)
         self.layer_scale2 = layer_scale(LayerScale, width, config)
         self.drop_path2 = DropPath(drop_path_rates[2])
 

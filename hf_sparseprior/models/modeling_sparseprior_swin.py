@@ -214,7 +214,7 @@ class SparsePriorSwinLayer(CheckpointedLayer):
     def __init__(self, config: SparsePriorSwinConfig, stage: int, index: int, layer_idx: int) -> None:
         super().__init__()
         self.config = config
-        width, prior, sizes = config.widths[stage], config.stage_priors[stage], config.layers[layer_idx]
+        width, prior, sizes = config.widths[stage], config.layer_priors[layer_idx], config.layers[layer_idx]
         self.window = config.windows[stage]
         self.shift = self.window // 2 if index % 2 else 0
         self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)

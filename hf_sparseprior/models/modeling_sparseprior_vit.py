@@ -182,19 +182,19 @@ class SparsePriorViTLayer(CheckpointedLayer):
     def __init__(self, config: SparsePriorViTConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
-        width, sizes = config.hidden_size, config.layers[layer_idx]
+        width, sizes, prior = config.hidden_size, config.layers[layer_idx], config.layer_priors[layer_idx]
         self.layernorm_before = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.attention = SparsePriorAttention(
             width,
             config.num_attention_heads,
-            config.prior,
+            prior,
             layer_idx=layer_idx,
             biases=Biases(config.qkv_bias, config.qkv_bias and config.key_bias, config.qkv_bias, config.proj_bias),
             attention_dropout=config.attention_probs_dropout_prob,
             sizes=sizes,
         )
         self.layernorm_after = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.mlp = MLP(width, sizes.mlp_width, config.hidden_act, config.mlp_bias, config.prior["extras"])
+        self.mlp = MLP(width, sizes.mlp_width, config.hidden_act, config.mlp_bias, prior["extras"])
         scale = config.layerscale_value
         self.layerscale_attention = LayerScale(width, scale) if scale is not None else nn.Identity()
         self.layerscale_mlp = LayerScale(width, scale) if scale is not None else nn.Identity()
@@ -309,7 +309,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         if config.position_embedding == "rotary":
             self.rotary_positions = RotaryPositions.of(config)
         self.draws = DrawCount.of(config)
-        self.token_pruning = make_extras(config.prior["extras"], "model", config.num_hidden_layers, config.hidden_size)
+        extras = config.layer_priors[0]["extras"]  # of which those of the model are the same in all layers
+        self.token_pruning = make_extras(extras, "model", config.num_hidden_layers, config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -638,7 +639,7 @@ class SparsePriorViTBackbone(FeatureBackbone, SparsePriorViTModel):
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
-        if pruning_of(config.prior) is not None:
+        if any(pruning_of(prior) is not None for prior in config.layer_priors):
             raise ValueError(
                 f"prior {config.prior_name!r} drops tokens, and the feature maps of a backbone need all of them"
             )

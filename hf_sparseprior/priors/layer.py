@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,23 @@ class PriorAttention(nn.Module):
         self.prior = with_decay(self.prior, decay, time)
         self._set_time(time)
         self.decay_bias, self.decay_adapter = module, None
+
+    def with_pairs(self, prior: ResolvedPrior) -> Self:
+        """A layer with these weights and the support and predictor of another prior, to be tried in its place.
+
+        Args:
+            prior: resolved; its decay, mixer and extras are the layer's.
+        """
+        other = copy.copy(self)
+        for name in ("_modules", "_parameters", "_buffers"):  # which a copy would share
+            other.__dict__[name] = dict(self.__dict__[name])
+        other.prior, other._plans = prior, {}
+        if prior["predictor"] is not None:
+            other.predictor = make_module(prior["predictor"], PREDICTORS, self.num_heads, 0)  # type: ignore[assignment]
+        else:
+            other.predictor = None
+        other._set_time(self.time)
+        return other
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""

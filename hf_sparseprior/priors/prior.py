@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from hf_sparseprior.base.checks import check_keys
 from hf_sparseprior.base.extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
-from hf_sparseprior.base.resolved import TIMES, ResolvedModule, ResolvedPrior, Time
+from hf_sparseprior.base.resolved import TIMES, FullPrior, ResolvedModule, ResolvedPrior, Time, each_prior
 from hf_sparseprior.patterns.curves import curve_names
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
 from hf_sparseprior.patterns.sequences import SEQUENCES
@@ -203,35 +203,6 @@ def _check_clip(prior: ResolvedPrior, time: Time, whole: list[int]) -> None:
             raise ValueError(f"prior: support {support!r} has no offsets, so time='axes' would leave frames apart")
 
 
-def resolve_stages(
-    prior: PriorSpec | Sequence[PriorSpec | None] | None, stages: Sequence[Stage]
-) -> list[ResolvedPrior]:
-    """The full form of a prior for each stage of a model.
-
-    Args:
-        prior: one for all stages, or a list with one for each.
-        stages: heads and grid of each.
-
-    Raises:
-        ValueError: as `resolve_prior`, with the stage if there are several; and for a list of another length.
-    """
-    if isinstance(prior, Sequence) and not isinstance(prior, str):
-        if len(prior) != len(stages):
-            raise ValueError(f"prior: a list of {len(prior)} must have one for each of {len(stages)} stages")
-        priors = list(prior)
-    else:
-        priors = [prior] * len(stages)
-    resolved = []
-    for number, (spec, stage) in enumerate(zip(priors, stages, strict=True), start=1):
-        try:
-            resolved.append(resolve_prior(spec, stage.num_heads, stage.grid))
-        except ValueError as error:
-            if len(stages) == 1:
-                raise
-            raise ValueError(f"{error} (stage {number} of {len(stages)})") from None
-    return resolved
-
-
 def resolve_predictor(predictor: ModuleSpec | None, grid: Sequence[int]) -> ResolvedModule | None:
     """The full form of a predictor; None for none."""
     if predictor is None or predictor == "none":
@@ -309,37 +280,26 @@ def predictor_or_mixer(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[Pr
     return None
 
 
-def prior_weights(prior: ResolvedPrior, stage: Stage, width: int, hidden: int) -> int:
-    """Weights of a prior's modules in the layers of a stage, as `PriorModule.num_weights` counts them.
-
-    Args:
-        width, hidden: of the tokens, and between the MLP's layers.
-    """
-    entry = predictor_or_mixer(prior)
-    weights = entry[1].num_weights(entry[0], stage.num_heads, width, hidden) * stage.num_layers if entry else 0
-    for extra in prior["extras"]:
-        kind = EXTRAS[extra["name"]]
-        copies = 1 if kind.place == "model" else stage.num_layers
-        weights += copies * kind.num_weights(extra, stage.num_heads, width, hidden)
-    return weights
-
-
-def common_order(prior: ResolvedPrior) -> str:
+def common_order(prior: FullPrior) -> str:
     """The order that patches may have throughout the layers with this prior, which is moving them only once.
 
-    It is that of the support if all heads have the same and no module of the prior needs raster order. Otherwise it is
-    raster order, and attention itself moves queries, keys and values.
+    It is that of the support if all heads of all layers have the same and no module of the prior needs raster order.
+    Otherwise it is raster order, and attention itself moves queries, keys and values.
     """
-    order = prior["support"].get("order", RASTER)
-    if not isinstance(order, str) or not all(EXTRAS[extra["name"]].takes_layouts for extra in prior["extras"]):
-        return RASTER
-    return order
+    orders = []
+    for one in each_prior(prior):
+        order = one["support"].get("order", RASTER)
+        takes_layouts = all(EXTRAS[extra["name"]].takes_layouts for extra in one["extras"])
+        orders.append(order if takes_layouts and isinstance(order, str) else RASTER)
+    return orders[0] if len(set(orders)) == 1 else RASTER
 
 
-def prior_name(prior: ResolvedPrior | Sequence[ResolvedPrior]) -> str:
-    """Short name of a resolved prior: "fibottention+violin"; of those of several stages each once, "violin, dense"."""
-    if isinstance(prior, Sequence):
-        return ", ".join(dict.fromkeys(map(prior_name, prior)))
+def prior_name(prior: FullPrior) -> str:
+    """Short name of a resolved prior: "fibottention+violin"; of those of several layers each once, "violin, dense"."""
+    return ", ".join(dict.fromkeys(map(_name, each_prior(prior))))
+
+
+def _name(prior: ResolvedPrior) -> str:
     time = prior.get("time", "frame")
     shows_time = time != "frame" and not SUPPORTS[prior["support"]["name"]].sees_time
     parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []

@@ -267,7 +267,7 @@ _FEATURES = (
 
 def _pruned(config: Any) -> str:
     """What the pruning ratio is a percentage of (`prior.prior_pruning_ratio`)."""
-    if all(prior["mixer"] == "softmax" for prior in config.stage_priors):
+    if all(prior["mixer"] == "softmax" for prior in config.layer_priors):
         return "query-key pairs left out"
     return "dense attention's multiply-adds over query-key pairs saved"
 

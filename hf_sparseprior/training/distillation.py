@@ -310,7 +310,7 @@ class Distillation:
             raise ValueError(
                 f"the {names} loss is of a trained W_up (sparsifiner), and prior {model.config.prior_name!r} has none"
             )
-        priors = getattr(model.config, "stage_priors", [])
+        priors = getattr(model.config, "layer_priors", [])
         pruning = next((pruning for prior in priors if (pruning := pruning_of(prior)) is not None), None)
         if pruning is None:
             return

@@ -86,7 +86,7 @@ class Dino(nn.Module):
 
     def __init__(self, backbone: Any, config: DinoConfig) -> None:
         super().__init__()
-        for prior in backbone.config.stage_priors:
+        for prior in backbone.config.layer_priors:
             if pruning_of(prior) is not None or has_unlearned_predictor(backbone):
                 raise ValueError(
                     f"model.prior={backbone.config.prior_name!r} has losses of its own, which DINO does not have; "

@@ -35,7 +35,8 @@ from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTCo
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import PLACEMENTS
 from hf_sparseprior.patterns.supports import LayerKey, support_notes
-from hf_sparseprior.priors.prior import prior_names, resolve_prior, resolve_stages
+from hf_sparseprior.priors.layer_priors import resolve_stages
+from hf_sparseprior.priors.prior import prior_names, resolve_prior
 from hf_sparseprior.training.distillation import Teacher
 from hf_sparseprior.training.token_labels import patch_probabilities
 from tests.hf_sparseprior.toys import (

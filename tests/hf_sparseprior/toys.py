@@ -16,7 +16,8 @@ from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import DECAYS, Decay, register_decay
 from hf_sparseprior.patterns.supports import SUPPORTS, LayerKey, Pattern, layer_pattern, register_support
 from hf_sparseprior.priors.layer import SparsePriorAttention
-from hf_sparseprior.priors.prior import Stage, resolve_stages
+from hf_sparseprior.priors.layer_priors import prior_runs, resolve_stages
+from hf_sparseprior.priors.prior import Stage
 
 HEADS, WIDTH, GRID = 2, 8, (3, 4)
 
@@ -91,7 +92,7 @@ class TwoStageModel(SparsePriorViTPreTrainedModel):
         self.embeddings = SparsePriorViTEmbeddings(config)
         self.layers = nn.ModuleList(
             SparsePriorAttention(config.hidden_size, config.num_attention_heads, prior, layer_idx=index)
-            for index, prior in enumerate(config.stage_priors)
+            for index, prior in enumerate(config.layer_priors)
         )
         self.post_init()
 
@@ -146,8 +147,8 @@ def count_two_stages(config, image_size, prior, convention, num_prefix_tokens):
     """Q K^T, softmax and (softmax) V of both layers, per part."""
     assert num_prefix_tokens is None
     width, counts = config.hidden_size // config.num_attention_heads, []
-    priors = config.stage_priors if prior is None else resolve_stages(prior, config.stages)
-    for own, stage in zip(priors, config.stages, strict=True):
+    priors = config.prior if prior is None else resolve_stages(prior, config.stages)
+    for own, stage, *_ in prior_runs(priors, config.stages):
         pattern = layer_pattern(own["support"], LayerKey(stage.num_heads, stage.grid))
         counts.append(pattern.attended_pairs())
     layers = [attention_parts(pairs, width, convention) for pairs in counts]

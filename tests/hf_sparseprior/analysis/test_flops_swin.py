@@ -70,9 +70,7 @@ def test_the_pruning_ratio_equals_a_count_of_every_pair_of_every_window(prior):
     kept = total = 0
     for stage, (grid, depth, heads) in enumerate(zip(GRIDS, SMALL["depths"], SMALL["num_heads"], strict=True)):
         side = min(3, *grid)
-        mask = build_mask(
-            config.stage_priors[stage]["support"], num_heads=heads, num_tokens=side**2, num_prefix_tokens=0
-        )
+        mask = build_mask(config.prior[stage]["support"], num_heads=heads, num_tokens=side**2, num_prefix_tokens=0)
         for _, _, _, pair in itertools.product(
             range(depth), range(0, grid[0], side), range(0, grid[1], side), mask.ravel().tolist()
         ):

@@ -151,7 +151,7 @@ def test_a_prior_goes_to_the_stages_and_starts_where_the_source_is(tmp_path):
     source.save_pretrained(tmp_path / "source")
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--prior", "violin"]) == 0
     model = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "out").eval()
-    assert model.config.prior_name == "violin" and len(model.config.stage_priors) == 2
+    assert model.config.prior_name == "violin" and len(model.config.prior) == 2
     convert_checkpoint(tmp_path / "source", tmp_path / "dense")
     dense = SparsePriorSwinForImageClassification.from_pretrained(tmp_path / "dense").state_dict()
     shared = {key: value for key, value in model.state_dict().items() if "decay_bias" not in key}

@@ -345,8 +345,8 @@ def test_a_prior_is_in_the_plain_layers_alone():
     assert (
         config.prior["support"]["name"] == "fibottention" and config.prior_name == "fibottention+violin+localvit+irpe_k"
     )
-    names = [prior["support"]["name"] for prior in config.stage_priors]
-    assert names == ["dense", "fibottention"]
+    names = [prior["support"]["name"] for prior in config.layer_priors]
+    assert names == ["dense", "dense", "fibottention", "fibottention"]
     model = scatter(sp.SparsePriorConvitModel(config))
     own = {name.split(".")[1] for name in model.state_dict() if is_prior_weight(name)}
     assert own == {"2", "3"}

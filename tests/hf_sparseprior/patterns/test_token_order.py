@@ -264,7 +264,7 @@ def gradients_of(model, images):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_the_same_in_its_written_out_form(family):
     model = make(family=family)
-    assert "hilbert" in [prior["support"].get("order") for prior in model.config.stage_priors]
+    assert "hilbert" in [prior["support"].get("order") for prior in model.config.layer_priors]
     images, outs, grads = pixels(model), {}, {}
     for backend in ("reference", "auto"):
         model.config._attn_implementation = "eager" if backend == "reference" else "sdpa"
