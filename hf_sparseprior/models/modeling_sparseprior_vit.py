@@ -229,7 +229,8 @@ class SparsePriorViTLayer(CheckpointedLayer):
             patches the tokens are.
         """
         output_attentions = options.output_attentions
-        options = tokens.options(options, kept)
+        if tokens.token_ids is not None or kept is not None:
+            options = tokens.options(options, kept)
         if reduction is not None:
             options = reduction.seen_by(options)
         out, weights, *keys = self.attention(self.layernorm_before(hidden_states), grid, num_prefix_tokens, options)

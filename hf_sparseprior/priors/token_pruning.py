@@ -54,8 +54,6 @@ class Tokens(NamedTuple):
         Tokens of several patches count as many times as these: proportional attention (Bolya et al. 2023, Eq. 1). Its
         bias is one row for all queries, which torch's fused kernels take without a table of all pairs.
         """
-        if self.token_ids is None and kept is None:
-            return options
         bias = None if self.sizes is None else self.sizes.log()[:, None, None, :]
         return options._replace(token_ids=self.token_ids, keep_mask=kept, bias=bias)
 
