@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -228,6 +229,25 @@ def test_it_trains():
         losses.append(loss.item())
     assert min(losses[-3:]) < losses[0]
     assert all(parameter.grad.isfinite().all() for parameter in made.parameters())
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        made = [tensor for tensor in (out if isinstance(out, tuple) else [out]) if isinstance(tensor, torch.Tensor)]
+        self.bytes = max(self.bytes, *(tensor.untyped_storage().nbytes() for tensor in made), 0)
+        return out
+
+
+def test_a_training_step_forms_no_table_of_all_pairs():
+    made = model("tome", torch.float32, num_hidden_layers=2, image_size=192).train()
+    with Largest() as largest:
+        made(images(1, torch.float32, 192, 192), labels=LABELS[:1]).loss.backward()
+    assert largest.bytes < 4 * 2305**2 / 4
 
 
 @each("reentrant", [False, True])
