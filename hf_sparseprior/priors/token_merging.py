@@ -31,13 +31,13 @@ ROWS = 1024  # tokens of A that are compared at a time with all of B, so that no
 class Merges(NamedTuple):
     """Which tokens become one, by their places in the sequence, for each image.
 
-    kept: int64 (B, T - r), those that stay, ascending. gone: (B, r), those that are merged into others. into: (B, r),
-    each one's place among `kept`.
+    remaining: int64 (B, T - r), those that stay, ascending. merged: (B, r), those that are merged into others. targets:
+    (B, r), the places of these others among `remaining`.
     """
 
-    kept: Tensor
-    gone: Tensor
-    into: Tensor
+    remaining: Tensor
+    merged: Tensor
+    targets: Tensor
 
 
 def wanted_merges(settings: Mapping[str, Any], num_patches: int, num_layers: int) -> list[int]:
@@ -62,9 +62,10 @@ def bipartite_soft_matching(metric: Tensor, count: int, prefix: int) -> Merges:
     """The matching of section 3, "Bipartite Soft Matching".
 
     The patch tokens are split by turns into A and B. Each token of A has one edge, to the most similar token of B
-    (cosine of `metric`, float32 at least). The `count` most similar edges are kept, and their tokens of A are merged
-    into those of B. Prefix tokens stay as they are, and the order of the tokens stays. (In the published code tokens
-    of A come before those of B afterwards, so the next block splits them in another way.) Nothing has a gradient.
+    (cosine of `metric`, float32 at least). Of the `count` most similar edges, the tokens of A are merged into those of
+    B. Prefix tokens stay as they are, and the order of the tokens stays. (In the published code the class token is split
+    with them, and tokens of A come before those of B afterwards, so the next block splits them in another way.) Nothing
+    has a gradient.
 
     Args:
         metric: (B, T, D), by which tokens are similar: in the paper the mean of the keys over the heads.
@@ -77,12 +78,12 @@ def bipartite_soft_matching(metric: Tensor, count: int, prefix: int) -> Merges:
     best = [(rows @ second).max(-1) for rows in first.split(ROWS, 1)]
     similarity, partner = (torch.cat(parts, 1) for parts in zip(*best, strict=True))
     order = descending_places(similarity)
-    gone, left = (prefix + 2 * places for places in (order[:, :count], order[:, count:]))
+    merged, left = (prefix + 2 * places for places in (order[:, :count], order[:, count:]))
     places = all_ids(metric)
-    kept = torch.cat([places[:, :prefix], places[:, prefix + 1 :: 2], left], 1).sort(1).values
-    stays = torch.ones_like(places).scatter(1, gone, torch.zeros_like(gone))
+    remaining = torch.cat([places[:, :prefix], places[:, prefix + 1 :: 2], left], 1).sort(1).values
+    stays = torch.ones_like(places).scatter(1, merged, torch.zeros_like(merged))
     target = prefix + 1 + 2 * partner.gather(1, order[:, :count])
-    return Merges(kept, gone, (stays.cumsum(1) - 1).gather(1, target))
+    return Merges(remaining, merged, (stays.cumsum(1) - 1).gather(1, target))
 
 
 def merge(tokens: Tensor, sizes: Tensor, merges: Merges) -> tuple[Tensor, Tensor]:
@@ -94,9 +95,9 @@ def merge(tokens: Tensor, sizes: Tensor, merges: Merges) -> tuple[Tensor, Tensor
         merges: which become one.
     """
     weighted = tokens * sizes.unsqueeze(-1)
-    columns = merges.into.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
-    sums = gather_tokens(weighted, merges.kept).scatter_add(1, columns, gather_tokens(weighted, merges.gone))
-    sizes = sizes.gather(1, merges.kept).scatter_add(1, merges.into, sizes.gather(1, merges.gone))
+    columns = merges.targets.unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
+    sums = gather_tokens(weighted, merges.remaining).scatter_add(1, columns, gather_tokens(weighted, merges.merged))
+    sizes = sizes.gather(1, merges.remaining).scatter_add(1, merges.targets, sizes.gather(1, merges.merged))
     return (sums / sizes.unsqueeze(-1)).to(tokens.dtype), sizes
 
 
@@ -205,7 +206,7 @@ class ToMe(TokenReduction):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             sizes = torch.ones_like(hidden_states[..., 0], dtype=dtype, requires_grad=False)
         ids = all_ids(hidden_states[:, num_prefix_tokens:]) if tokens.token_ids is None else tokens.token_ids
-        ids = ids.gather(1, merges.kept[:, num_prefix_tokens:] - num_prefix_tokens)
-        ids = ids.scatter(1, merges.into - num_prefix_tokens, torch.full_like(merges.into, -1))
+        ids = ids.gather(1, merges.remaining[:, num_prefix_tokens:] - num_prefix_tokens)
+        ids = ids.scatter(1, merges.targets - num_prefix_tokens, torch.full_like(merges.targets, -1))
         hidden_states, sizes = merge(hidden_states, sizes, merges)
         return hidden_states, tokens._replace(token_ids=ids, sizes=sizes)

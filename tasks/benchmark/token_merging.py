@@ -47,13 +47,13 @@ class PlainMerging(nn.Module):
     def layer(self, layer: Any, tokens: Tensor, sizes: Tensor, grid: Any, count: int) -> tuple[Tensor, Tensor]:
         """One block: attention, merging, MLP."""
         prefix = self.model.config.num_prefix_tokens
-        own = layer.attention
+        attention = layer.attention
         normed = layer.layernorm_before(tokens)
         q, k, v = (
-            projection(normed).unflatten(-1, (own.num_heads, -1)).transpose(1, 2)
-            for projection in (own.q_proj, own.k_proj, own.v_proj)
+            projection(normed).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        out = own.o_proj(written_out(q, k, v, sizes).transpose(1, 2).flatten(2))
+        out = attention.o_proj(written_out(q, k, v, sizes).transpose(1, 2).flatten(2))
         tokens = tokens + layer.layerscale_attention(out)
         if count:
             tokens, sizes = merge_by_pairs(tokens, sizes, k.mean(1), count, prefix)
@@ -82,16 +82,16 @@ def merge_by_pairs(tokens: Tensor, sizes: Tensor, metric: Tensor, count: int, pr
         tokens: (B, T, C). sizes: (B, T). metric: (B, T, D). count: r. prefix: P.
     """
     images = []
-    for own, size, key in zip(tokens, sizes, metric.detach(), strict=True):
+    for image, size, key in zip(tokens, sizes, metric.detach(), strict=True):
         unit = key / key.norm(dim=-1, keepdim=True)
-        first = range(prefix, len(own), 2)
+        first = range(prefix, len(image), 2)
         scores = unit[list(first)] @ unit[prefix + 1 :: 2].T
         best = scores.argmax(1)
         edges = sorted(((-float(scores[a, b]), a, int(b)) for a, b in enumerate(best)))[:count]
-        groups: dict[int, list[int]] = {place: [place] for place in range(len(own))}
+        groups: dict[int, list[int]] = {place: [place] for place in range(len(image))}
         for _, a, b in edges:
             groups[prefix + 2 * b + 1] += groups.pop(first[a])
-        new = [torch.stack([size[place] * own[place] for place in group]).sum(0) for group in groups.values()]
+        new = [torch.stack([size[place] * image[place] for place in group]).sum(0) for group in groups.values()]
         news = torch.stack([size[group].sum() for group in groups.values()])
         images.append((torch.stack(new) / news.unsqueeze(-1), news))
-    return torch.stack([own for own, _ in images]), torch.stack([size for _, size in images])
+    return torch.stack([image for image, _ in images]), torch.stack([size for _, size in images])

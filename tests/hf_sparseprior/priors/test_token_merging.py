@@ -115,7 +115,7 @@ def test_several_tokens_may_go_into_one():
 
 def test_of_equal_edges_the_first_are_merged():
     merges = bipartite_soft_matching(torch.ones(1, 9, 2), 2, 1)
-    assert merges.gone.tolist() == [[1, 3]] and merges.kept.tolist() == [[0, 2, 4, 5, 6, 7, 8]]
+    assert merges.merged.tolist() == [[1, 3]] and merges.remaining.tolist() == [[0, 2, 4, 5, 6, 7, 8]]
 
 
 @each("backend", ["sdpa", "reference"])
