@@ -63,9 +63,9 @@ def bipartite_soft_matching(metric: Tensor, count: int, prefix: int) -> Merges:
 
     The patch tokens are split by turns into A and B. Each token of A has one edge, to the most similar token of B
     (cosine of `metric`, float32 at least). Of the `count` most similar edges, the tokens of A are merged into those of
-    B. Prefix tokens stay as they are, and the order of the tokens stays. (In the published code the class token is split
-    with them, and tokens of A come before those of B afterwards, so the next block splits them in another way.) Nothing
-    has a gradient.
+    B. Prefix tokens stay as they are, and the order of the tokens stays. (In the published code the class token is
+    split with them, and tokens of A come before those of B afterwards, so the next block splits them in another way.)
+    Nothing has a gradient.
 
     Args:
         metric: (B, T, D), by which tokens are similar: in the paper the mean of the keys over the heads.
