@@ -20,7 +20,7 @@ from hf_sparseprior.analysis.costs_measured import seconds_per_call, traced_byte
 from hf_sparseprior.base.config_keys import config_keys
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import family_of
-from hf_sparseprior.priors.token_pruning import TokenPruning
+from hf_sparseprior.priors.token_pruning import TokenReduction
 
 LEAST = 2  # layers of a kind; the first one alone keeps less in memory at once than those after it
 MORE = 2  # layers of a kind that are added
@@ -59,9 +59,9 @@ def twins(config: PretrainedConfig) -> list[Twin]:
     """
     for prior in config.prior if isinstance(config.prior, list) else [config.prior]:
         for extra in prior["extras"]:
-            if issubclass(EXTRAS[extra["name"]], TokenPruning):
+            if issubclass(module := EXTRAS[extra["name"]], TokenReduction):
                 raise ValueError(
-                    f"{extra['name']} drops tokens between layers, so their costs differ; it is not predicted"
+                    f"{extra['name']} {module.verb} tokens between layers, so their costs differ; it is not predicted"
                 )
     if getattr(config, "compressed", None):
         raise ValueError("layers of a compressed model differ in width; its cost is not predicted")

@@ -329,7 +329,7 @@ class SparsePriorAttention(PriorAttention):
         num_prefix_tokens: int = 0,
         options: CallOptions = DEFAULT_OPTIONS,
         **others: Any,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Any, ...]:
         """Self-attention.
 
         Args:
@@ -342,7 +342,8 @@ class SparsePriorAttention(PriorAttention):
 
         Returns:
             As `hidden_states`, and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`. Of
-            a packing they are a list, one for each grid.
+            a packing they are a list, one for each grid. With `mean_keys`, of images of one size, also (B, T, D), the
+            mean of the keys over the heads.
         """
         if others:
             options = CallOptions(**others)
@@ -355,7 +356,7 @@ class SparsePriorAttention(PriorAttention):
             if rotations is not None:
                 q, k = rotate(q, rotations[0]), rotate(k, rotations[0])
             out, weights = self._attend_heads(q, k, v, grid, num_prefix_tokens, options)
-            return self.o_proj(out), weights
+            return (self.o_proj(out), weights, k.mean(2)) if options.mean_keys else (self.o_proj(out), weights)
         outs, of_grids = [], []
         parts = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), grid.grids, strict=True)
         for number, (q, k, v, sides) in enumerate(parts):
