@@ -36,6 +36,7 @@ TAKEN = {
     "metric_for_best_model": "nothing: the last teacher is kept",
     "early_stopping": "nothing: the last teacher is kept",
     "label_smoothing_factor": "nothing: there are no labels",
+    "progressive_sizes": "crops, whose sizes are fixed",
 }
 
 
