@@ -50,8 +50,8 @@ class SparsePriorTrainingArguments(TrainingArguments):
     progressive_sizes: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Rising sizes of the training images, the last one the model's image_size, each for the same number "
-            "of steps; a size that stands twice has twice as many. None for the model's size."
+            "help": "Rising sizes of the training images, the last one the model's image_size, each for as many steps; "
+            "a size that is repeated has more of them. None for the model's size alone."
         },
     )
     nonfinite_loss: str = field(

@@ -205,7 +205,7 @@ def test_a_model_of_a_fixed_size_is_refused():
 @each("batch, message", [
     ({"pixel_values": [torch.zeros(3, 8, 8)]}, r"needs batches with pixel_values of one size, got \['pixel_values'\]"),
     ({"input_ids": torch.zeros(2, 3)}, r"needs batches with pixel_values of one size, got \['input_ids'\]"),
-    ({"pixel_values": torch.zeros(2, 3, 8, 8), "token_sources": torch.zeros(2, 16)}, "token_sources are of the patches"),
+    ({"pixel_values": torch.zeros(2, 3, 8, 8), "token_sources": torch.zeros(2, 16)}, "token_sources are of the"),
 ])  # fmt: skip
 def test_batches_that_cannot_be_resized_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
