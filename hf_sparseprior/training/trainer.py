@@ -114,12 +114,20 @@ class SparsePriorTrainer(Trainer):
             self._check_distillation(distillation)
         if has_unlearned_predictor(self.model, distillation):
             self.args.ddp_find_unused_parameters = True
+        self._check_checkpointing()
         sizes = getattr(self.args, SIZES, None)
         self.progressive = None if sizes is None else ProgressiveSizes(sizes, self.model)
         self._schedule_keep_rate()
         if (patience := getattr(self.args, "early_stopping", None)) is not None:
             self.add_callback(EarlyStopping(patience))
         self.add_callback(_StepCallback(self))
+
+    def _check_checkpointing(self) -> None:
+        """Refuse gradient checkpointing of a class without it, at which transformers would fail in the first step."""
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        unable = isinstance(model, PreTrainedModel) and not model.supports_gradient_checkpointing
+        if self.args.gradient_checkpointing and unable:
+            raise ValueError(f"gradient_checkpointing=true: a {type(model).__name__} of transformers does not have it")
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
