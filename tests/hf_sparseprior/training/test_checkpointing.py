@@ -112,5 +112,7 @@ def test_a_step_takes_less_memory(prior):
 def test_a_class_of_transformers_without_it_is_refused_by_name(tmp_path):
     model = make_stock("fibottention")
     model.supports_gradient_checkpointing = False
-    with pytest.raises(ValueError, match="gradient_checkpointing=true: a ViTForImageClassification of transformers does"):
+    with pytest.raises(
+        ValueError, match="gradient_checkpointing=true: a ViTForImageClassification of transformers does"
+    ):
         trained(model, tmp_path, gradient_checkpointing=True)

@@ -8,7 +8,7 @@ from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments
+from hf_sparseprior.training import Distillation, SparsePriorTrainer, SparsePriorTrainingArguments, Teacher
 from hf_sparseprior.training.progressive import ProgressiveSizes, check_sizes
 from tests.each import each
 from tests.hf_sparseprior.small import small
@@ -48,14 +48,16 @@ def make_vit(image_size=8, **options):
     return sp.SparsePriorViTForImageClassification(config)
 
 
-def make_trainer(model, folder, sizes, images=(8, 8), frames=(), **options):
+def make_trainer(model, folder, sizes, images=(8, 8), frames=(), distillation=None, **options):
     arguments = SparsePriorTrainingArguments(
         output_dir=str(folder), progressive_sizes=sizes, learning_rate=1e-2, use_cpu=True, report_to="none",
         disable_tqdm=True, remove_unused_columns=False,
         **{"max_steps": 8, "per_device_train_batch_size": 4, **options},
     )  # fmt: skip
     data = Noise(images, frames)
-    trainer = SparsePriorTrainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+    trainer = SparsePriorTrainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, distillation=distillation
+    )
     trainer.seen = {True: [], False: []}
 
     def note(module, args, given):
@@ -163,6 +165,15 @@ def test_classes_of_transformers_interpolate_their_positions(prior, tmp_path):
     trainer = make_trainer(model, tmp_path / str(prior), [8, 16], (16, 16), max_steps=2)
     trainer.train()
     assert trainer.seen[True] == [(8, 8), (16, 16)]
+
+
+def test_a_teacher_sees_the_same_images(tmp_path):
+    teacher, seen = make_vit().eval(), []
+    teacher.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape[-1]))
+    losses = Distillation({"token": 1.0, "class": 1.0}, Teacher(teacher))
+    trainer = make_trainer(make_vit(), tmp_path, [4, 8], max_steps=4, distillation=losses)
+    trainer.train()
+    assert seen == [size for size, _ in trainer.seen[True]] == [4, 4, 8, 8]
 
 
 @each("given", [[], 8, "8", [8, 4], [0, 8], [4.5, 8], [True, 8], [[4, 8], [8, 4]], [[4], 8], None, {4: 8}])
