@@ -59,7 +59,8 @@ class ProgressiveSizes:
         if final is None or self.sizes[-1] != _pair(final):
             raise ValueError(f"{SETTING}={list(given)} must end with the model's image_size={final}")
         # Classes of transformers interpolate their positions if they are asked to.
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner: Any = model
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         asks = "interpolate_pos_encoding" in inspect.signature(inner.forward).parameters
         self.options = {"interpolate_pos_encoding": True} if asks else {}
         self._try(given, model, config)
