@@ -8,6 +8,7 @@ from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
 from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.classification.config import check_config
 from hf_sparseprior.training import Distillation, SparsePriorTrainer, SparsePriorTrainingArguments, Teacher
 from hf_sparseprior.training.progressive import ProgressiveSizes, check_sizes
 from tests.each import each
@@ -221,3 +222,13 @@ def test_a_model_of_a_fixed_size_is_refused():
 def test_batches_that_cannot_be_resized_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
         ProgressiveSizes([4, 8], make_vit()).resized(batch, 0, 2)
+
+
+@each("section, values, message", [
+    ("augmentation", {"mixtoken": 1.0}, r"progressive_sizes=\[4, 8\] does not go with augmentation.mixtoken=1.0"),
+    ("token_labels", {"path": "maps"}, r"progressive_sizes=\[4, 8\] does not go with token_labels.path=maps"),
+])  # fmt: skip
+def test_a_configuration_with_targets_of_patches_is_refused(section, values, message):
+    config = {"model": {"image_size": 8, "patch_size": 2}, "trainer": {"progressive_sizes": [4, 8]}, section: values}
+    with pytest.raises(ValueError, match=message):
+        check_config(config)
