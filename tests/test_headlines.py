@@ -335,6 +335,24 @@ def test_numbers_are_those_of_the_records(name):
     assert list((found,) if isinstance(found, str) else found) == expected()
 
 
+def test_the_memory_of_large_images():
+    """The table of docs/how-to/high-resolution.md, in MiB with the weights."""
+    page = (ROOT / "docs" / "how-to" / "high-resolution.md").read_text(encoding="utf-8")
+    lines = [re.split(r" *\| *", line)[1:5] for line in re.findall(r"^\| \d+ \|.*$", page, re.MULTILINE)]
+    records = {(own["pixels"], own["pass"], own["prior"]): own for own in benchmark("memory/records.json")["measured"]}
+    passes = ("forward", "training", "training, checkpointed")
+    for pixels, *cells in lines:
+        for passed, cell in zip(passes, cells, strict=True):
+            own = records[int(pixels), passed, "fibottention"]
+            if "failed" in own:
+                assert cell == own["failed"].replace("more than", "does not fit into")
+                continue
+            assert cell == f"{(own['memory'] + own['weights']) / 2**20:.0f}"
+            dense = records[int(pixels), passed, "dense"]
+            assert "failed" in dense or abs(own["memory"] / dense["memory"] - 1) < 0.02
+    assert len(lines) == 4 and "takes the same, to 2 %" in page
+
+
 def test_what_the_first_table_says_in_words():
     tasks = ("count", "fashion", "orientation", "position")
     kept = [read_records(CLASSIFICATION / f"evidence_{task}") for task in tasks]

@@ -51,10 +51,23 @@ def check_config(config: Config) -> Config:
     if balance == LOSS and (distilled or TokenLabelConfig(**config["token_labels"]).path):
         raise ValueError("augmentation.balance=loss weighs the labels' loss alone, not a teacher's; use sampling")
     _check_labels(config)
+    _check_sizes(config)
     check_distillation(config)
     check_compression(config)
     check_model(config["model"])
     return config
+
+
+def _check_sizes(config: Config) -> None:
+    """Refuse targets of single patches where the grid of patches grows."""
+    sizes = config["trainer"].get("progressive_sizes")
+    asked = {
+        "augmentation.mixtoken": AugmentationConfig(**config["augmentation"]).mixtoken,
+        "token_labels.path": TokenLabelConfig(**config["token_labels"]).path,
+    }
+    for name, value in asked.items():
+        if sizes is not None and value:
+            raise ValueError(f"trainer.progressive_sizes={sizes} does not go with {name}={value}, which is of patches")
 
 
 def _check_labels(config: Config) -> None:

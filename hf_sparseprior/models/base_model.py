@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from transformers import initialization as init
 from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.extras import PriorModule
 from hf_sparseprior.base.layer_sizes import UnitAxes
-from hf_sparseprior.base.loading import check_source, load_pretrained, without_code
+from hf_sparseprior.base.loading import check_source, load_pretrained, newly_initialised, without_code
 from hf_sparseprior.models.base_config import BaseConfig, as_pair
 from hf_sparseprior.models.blocks import LayerScale
 from hf_sparseprior.patterns.decay import Decay
@@ -97,7 +98,9 @@ class BasePreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, with safetensors only: a pickled checkpoint is refused, never opened.
 
-        `prior=` and other config fields may be given and are checked like those of a config.
+        `prior=` and other config fields may be given and are checked like those of a config. With another `image_size`,
+        weights that depend on it are interpolated (`resized_weights`), and settings of the prior that are not numbers,
+        such as Fibottention's default `w_max`, follow the grid.
 
         Raises:
             OSError: for a missing, truncated or pickled checkpoint; the message names the file.
@@ -107,7 +110,20 @@ class BasePreTrainedModel(PreTrainedModel):
             raise ValueError("use_safetensors=False is refused: pickled checkpoints can run code, use safetensors")
         kwargs["use_safetensors"] = True
         check_source(pretrained_model_name_or_path, kwargs)
-        return load_pretrained(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        load = super().from_pretrained
+        if (asked := resized_config(cls.config_class, pretrained_model_name_or_path, kwargs)) is None:
+            return load_pretrained(load, pretrained_model_name_or_path, *args, **kwargs)
+        config, options = asked
+        place = {key: kwargs[key] for key in PLACE if key in kwargs}
+        source, found = load_pretrained(load, pretrained_model_name_or_path, **place, output_loading_info=True)
+        weights = {key: value for key, value in source.state_dict().items() if key not in newly_initialised(found)}
+        prefix = "" if source.base_model is source else f"{cls.base_model_prefix}."
+        resized = {prefix + key: value.detach() for key, value in source.resized_weights(config).items()}
+        weights |= {key: value for key, value in resized.items() if key in weights}
+        loaded = load_pretrained(load, None, *args, config=config, state_dict=weights, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
+        return loaded
 
     @classmethod
     def _load_pretrained_model(
@@ -134,6 +150,36 @@ class BasePreTrainedModel(PreTrainedModel):
         if not getattr(self, "_hf_peft_config_loaded", False):
             complete_folder(working_dir, self.config)
         return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+
+# Options of `from_pretrained` that say where a model lies, and options of its loading that configs take for fields.
+PLACE = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "variant"),
+    *("use_safetensors", "trust_remote_code"),
+)
+LOADS = ("dtype", "torch_dtype", "attn_implementation", "quantization_config")
+
+
+def resized_config(
+    config_class: Any, source: Any, options: Mapping[str, Any]
+) -> tuple[BaseConfig, dict[str, Any]] | None:
+    """The config that is asked of `from_pretrained` and the options that are left, or None if the images have the size
+    of the saved model's.
+
+    Args:
+        config_class: of the family. source: folder or name on the hub. options: keywords of `from_pretrained`.
+    """
+    given = options.get("config")
+    if source is None or getattr(given, "image_size", options.get("image_size")) is None:
+        return None
+    place = {key: value for key, value in options.items() if key in PLACE}
+    left = {key: value for key, value in options.items() if key not in (*PLACE, "config")}
+    if given is None:
+        loads = {key: left.pop(key) for key in LOADS if key in left}
+        given, left = config_class.from_pretrained(source, **place, **left, return_unused_kwargs=True)
+        left = {**{key: value for key, value in left.items() if key not in PLACE}, **loads}
+    saved = config_class.from_pretrained(source, **place)
+    return None if as_pair(saved.image_size) == as_pair(given.image_size) else (given, left)
 
 
 class DrawCount(PriorModule):

@@ -166,7 +166,7 @@ def load_changed_model(folder: str | os.PathLike, model_class: Any, **changes: A
     anew = [name for name in fresh if may_start_anew(name)]
     if anew != fresh:
         source, info = model_class.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True)
-        copy_weights(source, model, absent=newly_initialised(info))
+        copy_weights(source, model, absent=newly_initialised(info))  # names what does not fit
     return model, anew
 
 

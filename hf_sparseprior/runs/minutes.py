@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,7 @@ def _measured(trainer: Any, minutes: float, make_trial: Callable[[str], Any]) ->
     """Train a copy of the model for a moment."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        trial = make_trial(folder)
-        trial.compute_metrics = None  # of some images they mean nothing
-        trial.remove_callback(PrinterCallback)
-        watch = _Stopwatch(min(TRIAL_SECONDS, TRIAL_SHARE * 60 * minutes))
-        trial.add_callback(watch)
-        trial.train()
-        step = watch.seconds()
+        trial, step = _trial_steps(trainer, min(TRIAL_SECONDS, TRIAL_SHARE * 60 * minutes), partial(make_trial, folder))
         judged = trainer.args.eval_strategy != "no"
         validation, test = (_seconds_of(trial, data) for data in (trainer.eval_dataset, trial.eval_dataset))
         saved = time.perf_counter()
@@ -136,6 +131,25 @@ def _measured(trainer: Any, minutes: float, make_trial: Callable[[str], Any]) ->
         least = math.ceil((60 * minutes - left + evaluation + step) / 6) / 10
         raise ValueError(f"trainer.minutes={minutes:g} is too short for a step and the test; give {least:g} or more")
     return Plan(minutes, steps, every, step, evaluation, test)
+
+
+def _trial_steps(trainer: Any, seconds: float, make_trial: Callable[[], Any]) -> tuple[Any, float]:
+    """A Trainer that has trained for a moment, and the mean seconds of a step: of each size that images have in turn
+    with `progressive_sizes`, which have equally many steps.
+    """
+    sizes = [None] if trainer.progressive is None else trainer.progressive.sizes
+    measured: dict[Any, float] = {}
+    for size in dict.fromkeys(sizes):  # the last one is that of evaluation, which the caller measures
+        trial = make_trial()
+        trial.compute_metrics = None  # of some images they mean nothing
+        trial.remove_callback(PrinterCallback)
+        if size is not None:
+            trial.progressive.sizes = [size]
+        watch = _Stopwatch(seconds / len(set(sizes)))
+        trial.add_callback(watch)
+        trial.train()
+        measured[size] = watch.seconds()
+    return trial, statistics.mean(measured[size] for size in sizes)
 
 
 def _steps_between_evaluations(trainer: Any) -> int:

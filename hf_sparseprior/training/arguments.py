@@ -9,6 +9,7 @@ from typing import Any
 from transformers import SchedulerType, TrainingArguments
 
 from hf_sparseprior.training.finite import STOP, check_setting
+from hf_sparseprior.training.progressive import check_sizes
 
 
 @dataclass
@@ -46,6 +47,13 @@ class SparsePriorTrainingArguments(TrainingArguments):
             "help": "After each of these epochs the learning rate falls to a tenth (lr_scheduler_type constant)."
         },
     )
+    progressive_sizes: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Rising sizes of the training images, the last one the model's image_size, each for as many steps; "
+            "a size that is repeated has more of them. None for the model's size alone."
+        },
+    )
     nonfinite_loss: str = field(
         default=STOP,
         metadata={"help": "At a loss or weights that are not finite: 'stop' before anything is saved, or 'continue'."},
@@ -76,6 +84,8 @@ class SparsePriorTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a number of 0 or more")
+        if self.progressive_sizes is not None:
+            check_sizes(self.progressive_sizes)
         super().__post_init__()
         self._check_steps()
         self._check_early_stopping()

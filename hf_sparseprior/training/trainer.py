@@ -34,6 +34,8 @@ from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatc
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
 from hf_sparseprior.training.layer_decay import parameter_groups
 from hf_sparseprior.training.learning import LearningWatch, has_label, learn_behind_frozen, logger
+from hf_sparseprior.training.progressive import SETTING as SIZES
+from hf_sparseprior.training.progressive import ProgressiveSizes
 from hf_sparseprior.training.sampling import DrawSampler
 from hf_sparseprior.training.stopping import EarlyStopping, StopOnSignal, WorkerStart
 from hf_sparseprior.training.token_labels import token_label_loss, token_targets
@@ -112,10 +114,20 @@ class SparsePriorTrainer(Trainer):
             self._check_distillation(distillation)
         if has_unlearned_predictor(self.model, distillation):
             self.args.ddp_find_unused_parameters = True
+        self._check_checkpointing()
+        sizes = getattr(self.args, SIZES, None)
+        self.progressive = None if sizes is None else ProgressiveSizes(sizes, self.model)
         self._schedule_keep_rate()
         if (patience := getattr(self.args, "early_stopping", None)) is not None:
             self.add_callback(EarlyStopping(patience))
         self.add_callback(_StepCallback(self))
+
+    def _check_checkpointing(self) -> None:
+        """Refuse gradient checkpointing of a class without it, at which transformers would fail in the first step."""
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        unable = isinstance(model, PreTrainedModel) and not model.supports_gradient_checkpointing
+        if self.args.gradient_checkpointing and unable:
+            raise ValueError(f"gradient_checkpointing=true: a {type(model).__name__} of transformers does not have it")
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
@@ -334,13 +346,16 @@ class SparsePriorTrainer(Trainer):
 
     # ---- divergence -------------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers'; the loss is noted."""
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers'; images have the size of this step, and the loss is noted."""
+        if self.progressive is not None:
+            inputs = self.progressive.resized(
+                self._prepare_inputs(inputs), self.state.global_step, self.state.max_steps
+            )
         if self.learning is not None and self.learning.is_watching:
-            inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
             ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", -100)
             self.learning.note_labels(has_label(inputs, (-100, ignored)))
-        loss = super().training_step(*args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
         self._watch.note(self.state.global_step + 1, loss)
         return loss
 

@@ -13,6 +13,8 @@ DENSE, STOCK = "dense", "transformers"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("projection", "packed", "contiguous")
 KINDS = ("shapes", "scales")  # of mixed_sizes
+CHECKPOINTED = "training, checkpointed"
+MEMORY_PASSES = ("forward", "training", CHECKPOINTED)
 # Of gpu. Images by patches; those that say most about the targets come first.
 BATCHES = {4096: 8, 196: 128, 16384: 8, 1024: 32, 65536: 1}
 GPU_CONTENDERS = ("triton", "dense_sdpa", "sdpa", "flex_offsets", "reference", "flash_window", "flex_window", "natten")
@@ -93,6 +95,14 @@ def backbones(parser: argparse.ArgumentParser) -> None:
     priors = [DENSE, "fibottention", "violin", "fibottention+violin"]
     parser.add_argument("--priors", nargs="+", default=priors, help="names; default: %(default)s")
     parser.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 1536], help="pixels a side")
+
+
+def memory(parser: argparse.ArgumentParser) -> None:
+    """Options of `memory`."""
+    parser.add_argument("--models", nargs="+", default=["vit_tiny"], help="presets; default: %(default)s")
+    priors = [DENSE, "fibottention"]
+    parser.add_argument("--priors", nargs="+", default=priors, help="names; default: %(default)s")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 2048, 4096], help="pixels a side")
 
 
 def rivals(parser: argparse.ArgumentParser) -> None:
@@ -216,6 +226,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "model": ("whole models: forward pass and training step", model, {"rounds": 20, "seconds": 60.0}),
     "backbones": ("backbones of segmentation and detection: one image", backbones, {}),
+    "memory": ("peak memory over image sizes, with and without gradient checkpointing", memory, {"seconds": 180.0}),
     "rivals": ("what a user would pick instead: other programs, token merging, windows", rivals, {}),
     "video": ("clips: forward pass of video models", video, {"seconds": 40.0, "memory_gib": 12.0, "threads": 1}),
     "deployment": ("exported models: size, accuracy, time", deployment, {"rounds": 9, "seconds": 60.0}),

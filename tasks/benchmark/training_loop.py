@@ -111,6 +111,7 @@ def bare_steps(model: nn.Module, data: TensorImages, options: dict[str, Any], st
 NOT_IN_THE_BARE_LOOP = {
     **{"gradient_accumulation_steps": 1, "effective_batch_size": None, "ema_decay": None, "layer_decay": 1.0},
     **{"backbone_learning_rate": 1.0, "bf16": False, "fp16": False, "gradient_checkpointing": False},
+    "activation_checkpointing": False,
     **{"torch_compile": False, "label_smoothing_factor": 0.0, "optim": None},
 }
 

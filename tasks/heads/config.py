@@ -26,6 +26,7 @@ SECTIONS = ("data", "model", "head", "trainer")
 TAKEN = {
     "layer_decay": "nothing: a head has layers of its own",
     "label_smoothing_factor": "nothing: heads of transformers have losses of their own",
+    "progressive_sizes": "nothing: annotations are of the pixels of whole images",
 }
 
 

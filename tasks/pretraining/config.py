@@ -36,6 +36,7 @@ TAKEN = {
     "metric_for_best_model": "nothing: the last teacher is kept",
     "early_stopping": "nothing: the last teacher is kept",
     "label_smoothing_factor": "nothing: there are no labels",
+    "progressive_sizes": "crops, whose sizes are fixed",
 }
 
 
@@ -171,8 +172,9 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     for key, instead in TAKEN.items():
         if trainer.get(key) is not None:
             raise ValueError(f"trainer.{key}={trainer[key]!r} is not for DINO; use {instead}")
-    if trainer.get("gradient_checkpointing"):
-        raise ValueError("trainer.gradient_checkpointing=true is not for DINO, whose two networks do not have it")
+    for key in ("gradient_checkpointing", "activation_checkpointing"):  # the second since transformers 5.23
+        if trainer.get(key):
+            raise ValueError(f"trainer.{key}=true is not for DINO, whose two networks do not have it")
     if trainer.get("load_best_model_at_end"):
         raise ValueError("trainer.load_best_model_at_end=true is not for DINO, which keeps the last teacher")
     check_finite("trainer.learning_rate", trainer.get("learning_rate", 1e-3), zero=False)

@@ -88,6 +88,23 @@ def test_from_photographs_and_a_stock_model_to_ours(photos, deit, tmp_path, caps
 
 
 @pytest.mark.slow
+def test_train_low_run_high(photos, deit, tmp_path):
+    """The stock model learned at 16 pixels. With a learning rate of 0 its positions stay what they became."""
+    out = tmp_path / "run"
+    settings = ["model.image_size=32", "trainer.progressive_sizes=[16,24,32]", "trainer.gradient_checkpointing=true"]
+    settings += ["trainer.learning_rate=0", "augmentation.mixup=0.5"]
+    assert run(photos, deit, out, "--prior", "fibottention", "--epochs", "1", "--set", *settings) == 0
+    model = AutoModelForImageClassification.from_pretrained(out / "model")
+    start = DeiTForImageClassification.from_pretrained(deit).state_dict()["deit.embeddings.position_embeddings"]
+    patches = start[:, 2:].mT.unflatten(2, (4, 4))
+    patches = torch.nn.functional.interpolate(patches, size=(8, 8), mode="bicubic").flatten(2).mT
+    assert model.vit.embeddings.position_embeddings.equal(torch.cat([start[:, :2], patches], 1))
+    assert model.config.image_size == 32 and model.config.prior["support"]["w_max"] is None
+    processor = json.loads((out / "model" / "preprocessor_config.json").read_text())
+    assert processor["crop_size"] == {"height": 32, "width": 32}
+
+
+@pytest.mark.slow
 def test_a_support_of_the_users(photos, deit, own_file, tmp_path, capsys):
     """Train, go on, predict, and evaluate by the code in the model's folder."""
     out, options = tmp_path / "run", ["--prior", "cross+columns", "--epochs", "1"]

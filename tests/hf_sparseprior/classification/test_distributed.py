@@ -34,7 +34,7 @@ model: {prior: fibottention+violin, image_size: 8, patch_size: 2, hidden_size: 3
 trainer: {num_train_epochs: 2, per_device_train_batch_size: 64, per_device_eval_batch_size: 32, learning_rate: 2e-3,
           weight_decay: 0.05, warmup_steps: 5, max_grad_norm: 1.0, logging_strategy: steps, logging_steps: 1,
           eval_strategy: steps, eval_steps: 4, save_strategy: steps, save_steps: 4, save_total_limit: null,
-          dataloader_drop_last: true, disable_tqdm: true, use_cpu: true}
+          dataloader_drop_last: true, disable_tqdm: true, use_cpu: true, progressive_sizes: [4, 6, 8]}
 """
 STEPS = 12  # 437 // 64 = 6 in each of 2 epochs
 FSDP2 = [

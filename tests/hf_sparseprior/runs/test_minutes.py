@@ -51,13 +51,29 @@ def test_the_steps_fit_and_hardly_more_would(minutes, images, step, evaluation, 
     args = SimpleNamespace(
         eval_strategy="epoch", save_strategy="epoch", train_batch_size=32, world_size=1, gradient_accumulation_steps=1
     )
-    trainer = SimpleNamespace(args=args, train_dataset=range(images), eval_dataset="validation")
+    trainer = SimpleNamespace(args=args, train_dataset=range(images), eval_dataset="validation", progressive=None)
     trial = Mock(eval_dataset="test")
     plan = module._measured(trainer, minutes, lambda folder: trial)
     long = seconds_of_run(plan, images, 32, step, evaluation, test)
     assert 60 * minutes - 2 * evaluation - 2 * step <= long <= 60 * minutes + evaluation
     evaluations = plan.steps / (plan.eval_steps or -(-images // 32))
     assert evaluations <= module.MOST_EVALUATIONS + 1
+
+
+def test_a_step_takes_the_mean_over_the_sizes_of_its_images(monkeypatch):
+    """As many steps of each entry, so an entry that is repeated counts twice."""
+    trials, sizes = [], [(4, 4), (4, 4), (8, 8), (16, 16)]
+
+    def make_trial():
+        trials.append(Mock(progressive=SimpleNamespace(sizes=list(sizes))))
+        return trials[-1]
+
+    monkeypatch.setattr(module._Stopwatch, "seconds", lambda watch: trials[-1].progressive.sizes[0][0] / 10)
+    trainer = SimpleNamespace(progressive=SimpleNamespace(sizes=sizes))
+    last, step = module._trial_steps(trainer, 6.0, make_trial)
+    assert step == pytest.approx((0.4 + 0.4 + 0.8 + 1.6) / 4)
+    assert [trial.progressive.sizes for trial in trials] == [[(4, 4)], [(8, 8)], [(16, 16)]] and last is trials[-1]
+    assert all(trial.add_callback.call_args.args[0].limit == 2.0 and trial.train.called for trial in trials)
 
 
 @pytest.mark.slow
@@ -92,13 +108,18 @@ def test_a_run_of_some_minutes_goes_on_with_its_plan(tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_a_trial_measures_a_copy(tmp_path):
-    config = config_in(tmp_path, minutes=60)
+    config = config_in(tmp_path, minutes=60, progressive_sizes=[4, 8])
     arguments = hf_run.trainer_arguments(config["trainer"])
     prepared = CLASSIFICATION.prepare(config, arguments)
     trainer = hf_run.make_trainer(prepared, arguments)
     before = {name: value.clone() for name, value in prepared.model.state_dict().items()}
     plan = module._measured(trainer, 60, partial(hf_run.make_trial, CLASSIFICATION, config, prepared))
-    assert plan.steps > 100 and 0 < plan.seconds_per_step < 20 and plan.seconds_of_test > 0
+    assert (
+        trainer.progressive.sizes == [(4, 4), (8, 8)]
+        and plan.steps > 100
+        and 0 < plan.seconds_per_step < 20
+        and plan.seconds_of_test > 0
+    )
     assert all(value.equal(before[name]) for name, value in prepared.model.state_dict().items())
     assert trainer.state.global_step == 0 and prepared.train_sampler is trainer.train_sampler
 

@@ -20,6 +20,7 @@ from tasks.benchmark import (
     backbones,
     chooser,
     commands,
+    memory,
     mixed_sizes,
     overhead,
     predicted,
@@ -231,6 +232,18 @@ def test_memory_is_that_of_tables_and_a_call(monkeypatch):
     # The product has its factor of 1 MiB beside it.
     assert (found["memory"], found["set_up"]) == ((3 + 4 + 2) << 20, (7 + 3 + 2) << 20)
     assert found["weights"] == 0 and found["calls"] > 1 and found["ran"] == ""
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_step_holds_the_moments_and_gradients_and_less_of_the_layers_with_checkpointing():
+    settings = {**SETTINGS, "threads": torch.get_num_threads()}
+    case = {"model": "vit_tiny", "prior": "fibottention", "pixels": 320}
+    forward, training, checkpointed = (memory.measure_pass({**case, "pass": key}, settings) for key in memory.PASSES)
+    assert all("seconds" not in own and own["weights"] == forward["weights"] for own in (training, checkpointed))
+    assert forward["memory"] < checkpointed["memory"] < training["memory"]
+    assert checkpointed["memory"] > 3 * forward["weights"]  # AdamW's two moments, and gradients
 
 
 # ---- mixed_sizes, overhead ------------------------------------------------------------------------------------------

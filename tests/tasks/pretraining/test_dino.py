@@ -280,6 +280,7 @@ def test_a_turn_of_the_whole_circle_keeps_the_hue():
         ({"dino": {"teacher_momentum": 1}}, r"dino\.teacher_momentum=1 must be below 1"),
         ({"evaluation": {"eval_crop_ratio": 0}}, r"evaluation\.eval_crop_ratio=0 must be a number in 0\.1\.\.1"),
         ({"trainer": {"gradient_checkpointing": True}}, r"trainer\.gradient_checkpointing=true is not for DINO"),
+        ({"trainer": {"progressive_sizes": [4, 8]}}, r"trainer\.progressive_sizes=\[4, 8\] is not for DINO; use crops"),
         ({"data": {"stage": "final"}, "trainer": {"eval_strategy": "epoch"}}, "must be no with data.stage=final"),
         ({"dino": {"temperature": 1}}, "section 'dino' has no key 'temperature'"),
         ({"crops": {"global_scale": [0.5, 0.2]}}, r"crops\.global_scale=.* the smaller one first, at most 1"),
