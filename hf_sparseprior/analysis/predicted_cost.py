@@ -21,7 +21,7 @@ from hf_sparseprior.analysis.costs_measured import seconds_per_call, traced_byte
 from hf_sparseprior.base.config_keys import config_keys
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import family_of
-from hf_sparseprior.base.resolved import LAYERS, ResolvedPrior, each_prior
+from hf_sparseprior.base.resolved import PER_LAYER, ResolvedPrior, each_prior
 from hf_sparseprior.priors.layer_priors import given_priors, has_layers
 from hf_sparseprior.priors.prior import prior_name
 from hf_sparseprior.priors.token_pruning import TokenPruning
@@ -122,7 +122,7 @@ def _changes(
     changes = fields(list(map(len, of_stages)))
     if not any(map(has_layers, config.prior if isinstance(config.prior, list) else [config.prior])):
         return changes
-    priors = [{LAYERS: priors} for priors, stage in zip(of_stages, config.stages, strict=True) if stage.takes_prior]
+    priors = [{PER_LAYER: priors} for priors, stage in zip(of_stages, config.stages, strict=True) if stage.takes_prior]
     return {**changes, "prior": priors[0] if len(priors) == 1 else priors}
 
 

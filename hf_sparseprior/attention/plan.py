@@ -24,7 +24,7 @@ from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
 from hf_sparseprior.patterns.masks import Pairs, check_bytes, repeated_lists, self_rows
 from hf_sparseprior.patterns.relative_offsets import relative_table
-from hf_sparseprior.patterns.supports import layer_pattern
+from hf_sparseprior.patterns.supports import layer_pattern, support_orders
 from hf_sparseprior.patterns.token_order import RASTER, order_ranks, with_prefix
 from hf_sparseprior.patterns.windows import window_places, window_regions, windowed_mask
 
@@ -59,7 +59,8 @@ class AttentionPlan:
         # The grid that support and decay are built for; that of a frame is repeated over the frames.
         self.own_grid = layer_key.own_grid
         covers = math.prod(self.own_grid) == layer_key.num_tokens
-        if layout != RASTER and (not covers or support.get("order", layout) != layout):
+        order = layout if support["name"] == "dense" else support_orders(support, layer_key.num_heads)
+        if layout != RASTER and (not covers or order != layout):
             raise ValueError(f"layout={layout!r} must be the order of the support, in an image or with time='clip'")
         *_, height, width = layer_key.grid
         self.num_heads = len(layer_key.head_numbers)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.numbered import in_words, keyed, numbered
-from hf_sparseprior.base.resolved import LAYERS, FullPrior, ResolvedLayers, ResolvedModule, ResolvedPrior
+from hf_sparseprior.base.resolved import PER_LAYER, FullPrior, ResolvedLayers, ResolvedModule, ResolvedPrior
 from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, resolve_prior
 
 StagePrior = ResolvedPrior | ResolvedLayers
@@ -37,9 +37,9 @@ def has_layers(prior: Any) -> bool:
     Raises:
         ValueError: for further keys.
     """
-    if not isinstance(prior, Mapping) or LAYERS not in prior:
+    if not isinstance(prior, Mapping) or PER_LAYER not in prior:
         return False
-    if others := [str(key) for key in prior if key != LAYERS]:
+    if others := [str(key) for key in prior if key != PER_LAYER]:
         raise ValueError(f"prior: {', '.join(others)} next to 'layers' must be in each of the priors of 'layers'")
     return True
 
@@ -52,7 +52,7 @@ def layer_specs(prior: Any, num_layers: int) -> list[Any]:
     """
     if not has_layers(prior):
         return [prior] * num_layers
-    return [spec for numbers, spec in numbered(prior[LAYERS], num_layers, LAYERS) for _ in numbers]
+    return [spec for numbers, spec in numbered(prior[PER_LAYER], num_layers, f"prior: {PER_LAYER}") for _ in numbers]
 
 
 def given_priors(prior: Any) -> list[Any]:
@@ -61,7 +61,7 @@ def given_priors(prior: Any) -> list[Any]:
         return [one for part in prior for one in given_priors(part)]
     if not has_layers(prior):
         return [prior]
-    layers = prior[LAYERS]
+    layers = prior[PER_LAYER]
     return list(layers.values() if isinstance(layers, Mapping) else layers)
 
 
@@ -108,8 +108,6 @@ def _resolve_layers(specs: Sequence[Any], stage: Stage) -> list[ResolvedPrior]:
     for key, spec in keyed(specs).items():
         numbers = key.split("-")
         try:
-            if has_layers(spec):
-                raise ValueError("prior: the prior of a layer cannot have 'layers' in it")
             one = resolve_prior(spec, stage.num_heads, stage.grid)
         except ValueError as error:
             alone = len(keyed(specs)) == 1
@@ -155,8 +153,8 @@ def prior_runs(prior: FullPrior, stages: Sequence[Stage]) -> list[PriorRun]:
 
 
 def _parts(prior: StagePrior, num_layers: int) -> list[tuple[range, Any]]:
-    if LAYERS in prior:
-        return numbered(cast("ResolvedLayers", prior)[LAYERS], num_layers, LAYERS)
+    if PER_LAYER in prior:
+        return numbered(cast("ResolvedLayers", prior)[PER_LAYER], num_layers, PER_LAYER)
     return [(range(num_layers), prior)]
 
 
@@ -186,6 +184,6 @@ def changed_priors(prior: FullPrior, change: Callable[[ResolvedPrior], ResolvedP
     """A full form in which each prior is what `change` makes of it."""
     if isinstance(prior, Sequence):
         return [changed_priors(part, change) for part in prior]
-    if LAYERS not in prior:
+    if PER_LAYER not in prior:
         return change(prior)
-    return {LAYERS: {key: change(one) for key, one in cast("ResolvedLayers", prior)[LAYERS].items()}}
+    return {PER_LAYER: {key: change(one) for key, one in cast("ResolvedLayers", prior)[PER_LAYER].items()}}
