@@ -59,6 +59,14 @@ def groups_of(support: ResolvedSupport, num_heads: int) -> list[tuple[range, Res
     return numbered(support["heads"], num_heads, PER_HEAD) if is_mixed(support) else [(range(num_heads), support)]
 
 
+def unshuffled(support: ResolvedSupport) -> ResolvedSupport:
+    """A resolved support of which head i has the i-th pattern in every layer."""
+    changed: ResolvedSupport = {**support, "shuffle_seed": None}
+    if is_mixed(support):
+        changed["heads"] = {key: unshuffled(kind) for key, kind in support["heads"].items()}
+    return changed
+
+
 def support_name(support: ResolvedSupport) -> str:
     """Name of a resolved support; of groups of heads each once, "fibottention&dense"."""
     return "&".join(dict.fromkeys(kind["name"] for kind in kinds_of(support)))

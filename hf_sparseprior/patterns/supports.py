@@ -41,6 +41,7 @@ from hf_sparseprior.patterns.mixed_heads import (
     made_pattern,
     support_name,
     support_orders,
+    unshuffled,
 )
 from hf_sparseprior.patterns.pattern import (
     COMMON_SETTINGS,
@@ -104,6 +105,7 @@ __all__ = [
     "support_orders",
     "support_pattern",
     "support_settings",
+    "unshuffled",
 ]
 
 SupportSpec = str | Mapping[str, Any] | ResolvedSupport

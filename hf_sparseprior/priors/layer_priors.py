@@ -65,6 +65,18 @@ def given_priors(prior: Any) -> list[Any]:
     return list(layers.values() if isinstance(layers, Mapping) else layers)
 
 
+def changed_given(prior: Any, change: Callable[[Any], Any]) -> Any:
+    """A prior that is given, in which each of `given_priors` is what `change` makes of it."""
+    if isinstance(prior, Sequence) and not isinstance(prior, str):
+        return [changed_given(part, change) for part in prior]
+    if not has_layers(prior):
+        return change(prior)
+    layers = prior[PER_LAYER]
+    if isinstance(layers, Mapping):
+        return {PER_LAYER: {key: change(one) for key, one in layers.items()}}
+    return {PER_LAYER: list(map(change, layers))}
+
+
 def resolve_stages(prior: PriorSpec | Sequence[Any] | None, stages: Sequence[Stage]) -> list[StagePrior]:
     """The full form of a prior for each stage of a model.
 
@@ -178,12 +190,3 @@ def prior_weights(runs: Sequence[PriorRun], widths: Sequence[int], hidden: Seque
                 of_model.add(extra["name"])
             weights += (1 if kind.place == "model" else stage.num_layers) * kind.num_weights(extra, *sizes)
     return weights
-
-
-def changed_priors(prior: FullPrior, change: Callable[[ResolvedPrior], ResolvedPrior]) -> Any:
-    """A full form in which each prior is what `change` makes of it."""
-    if isinstance(prior, Sequence):
-        return [changed_priors(part, change) for part in prior]
-    if PER_LAYER not in prior:
-        return change(prior)
-    return {PER_LAYER: {key: change(one) for key, one in cast("ResolvedLayers", prior)[PER_LAYER].items()}}
