@@ -22,7 +22,7 @@ from hf_sparseprior.base.costs import AttentionCosts
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.base.limits import check_sides, check_size
-from hf_sparseprior.base.numbered import numbered
+from hf_sparseprior.base.numbered import key_of, numbered
 from hf_sparseprior.base.resolved import Resolved, ResolvedSupport, Time, own_settings
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 from hf_sparseprior.patterns.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         numbers = f"layer {first + 1}" if count == 1 else f"layers {first + 1} to {first + count}"
         part = argparse.Namespace(**vars(arguments))
         if has_layers(arguments.prior):
-            print(f"{numbers}:" if first == parts[0][0] else f"\n{numbers}:")
+            above = "" if first == parts[0][0] else "\n"
+            print(f"{above}{numbers}, {key_of(range(first, first + count))!r} of the prior:")
             part.layers, part.out = count, arguments.out / numbers.replace(" ", "_")
         written += _explain_part(slots, part, first)
     for path in written:
@@ -238,7 +239,7 @@ def explain_support(
         others = pattern.pairs_of(head)
         alone = self_rows(offsets, places, 0) if others is None else lonely_rows(offsets, others, places, 0)
         empty = frames * len(alone)
-        if others is not None:
+        if others is not None and len(others):
             shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
         print(f"{head + 1:>7}  {pattern.nonzeros(head):>8}  {empty:>10}  {shown or '-'}")
     flops, patch_flops = (

@@ -72,6 +72,13 @@ def keyed(values: Sequence[Any]) -> dict[str, Any]:
     return {key_of(range(*ends)): value for ends, value in _neighbours(values)}
 
 
+def with_text_keys(value: Any) -> Any:
+    """A value of YAML with its numbers as keys written as text, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key) if type(key) is int else key: with_text_keys(part) for key, part in value.items()}
+    return [with_text_keys(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
 def in_words(numbers: Iterable[int]) -> str:
     """Numbers as text, with runs joined: "3, 5-7"."""
     ordered = sorted(numbers)
