@@ -18,6 +18,7 @@ import functools
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,12 +41,12 @@ from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.base.formats import ADAPTER_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.base.numbered import keyed
-from hf_sparseprior.base.resolved import PER_LAYER, ResolvedDecay, Time, with_decay
+from hf_sparseprior.base.resolved import PER_LAYER, ResolvedDecay, ResolvedPrior, Time, with_decay
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.patterns.decay import DECAYS, GROWING, Decay, make_decay, resolve_decay
 from hf_sparseprior.patterns.supports import check_time
 from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
-from hf_sparseprior.priors.layer_priors import changed_given, has_layers
+from hf_sparseprior.priors.layer_priors import changed_given, changed_layers, has_layers
 from hf_sparseprior.priors.prior import is_prior_weight, resolve_prior
 from hf_sparseprior.saving.card import add_adapter_requirement
 
@@ -405,12 +406,6 @@ class _DecayTuner:
         held = {name: has for name, has in held.items() if any(has)}
         if len(held) > 1:
             raise ValueError(f"adapters {list(held)} have a decay each, and a model takes one: merge one of them")
-        for name, has in held.items():
-            if not all(has):
-                raise ValueError(
-                    f"adapter {name!r} has a decay in {sum(has)} of {len(has)} layers (decay_layers), and a model's "
-                    "prior is one for all: keep the adapter"
-                )
         return next(iter(held), None)
 
     @classmethod
@@ -480,19 +475,30 @@ def remove_decays(model: nn.Module) -> None:
 
 
 def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
-    """Make the decay of an adapter, which has one in every layer, a model's own prior; those of others go.
+    """Make the decay of an adapter a model's own prior, in the layers that have it; those of others go.
 
     The model gets a config of its own, because other models may have been made from the one that it has.
     """
-    layers = _attention_layers(model)
-    for layer in layers.values():
-        adapter = layer.decay_adapter
-        layer.take_decay(adapter.decay_biases[adapter_name], decay, adapter.times[adapter_name])
-    time = next(iter(layers.values())).time
+    layers = list(_attention_layers(model).values())
+    decayed: set[int] = set()
+    time: Time = "frame"
+    for number, layer in enumerate(layers):
+        adapter, layer.decay_adapter = layer.decay_adapter, None
+        if adapter is not None and adapter_name in adapter.decay_biases:
+            decayed.add(number)
+            time = adapter.times[adapter_name]
+            layer.take_decay(adapter.decay_biases[adapter_name], decay, time)
+
+    def change(number: int, prior: ResolvedPrior) -> ResolvedPrior:
+        return with_decay(prior, decay, time) if number in decayed else prior
+
     attached: Applied | None = model.__dict__.pop(ATTACHED, None)
     applied: Applied | None = attached or getattr(model, APPLIED, None)
     if applied is not None:
-        applied.prior = changed_given(applied.prior, lambda prior: with_decay(prior, decay, time))
+        if len(decayed) == len(layers):
+            applied.prior = changed_given(applied.prior, lambda prior: change(0, prior))
+        else:
+            applied.prior = {"layers": keyed([layer.prior for layer in layers])}
         if attached is not None:
             for prior in stock_priors(model):
                 prior.serve_all()
@@ -501,20 +507,21 @@ def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
     renewed: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            module.config = _with_decay(module.config, decay, time, renewed)
+            module.config = _with_decay(module.config, change, renewed)
 
 
-def _with_decay(config: Any, decay: ResolvedDecay, time: Time, renewed: dict[int, Any]) -> Any:
-    """A config of ours with a decay in its prior, or one with such a config within it; `renewed` are those made."""
+def _with_decay(config: Any, change: Callable[[int, ResolvedPrior], ResolvedPrior], renewed: dict[int, Any]) -> Any:
+    """A config of ours with changed priors, or one with such a config within it; `renewed` are those made."""
     within = getattr(config, "backbone_config", None)
     if not isinstance(config, BaseConfig) and not isinstance(within, BaseConfig):
         return config
     if id(config) not in renewed:
         renewed[id(config)] = copied = copy.deepcopy(config)
         if isinstance(within, BaseConfig):
-            copied.backbone_config = _with_decay(within, decay, time, renewed)
+            copied.backbone_config = _with_decay(within, change, renewed)
         else:
-            copied.prior = changed_given(config.prior, lambda prior: with_decay(prior, decay, time))
+            stages = [stage for stage in config.stages if stage.takes_prior]
+            copied.prior = changed_layers(config.prior, stages, change)
             copied.own()
     return renewed[id(config)]
 

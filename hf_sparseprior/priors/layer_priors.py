@@ -164,6 +164,21 @@ def prior_runs(prior: FullPrior, stages: Sequence[Stage]) -> list[PriorRun]:
     return runs
 
 
+def changed_layers(
+    prior: FullPrior, stages: Sequence[Stage], change: Callable[[int, ResolvedPrior], ResolvedPrior]
+) -> FullPrior:
+    """A full form in which the prior of each layer is what `change` makes of the layer's number and its prior.
+
+    `stages`: those that take a prior.
+    """
+    parts = list(prior) if isinstance(prior, Sequence) else [prior]
+    forms, numbers = [], itertools.count()
+    for part, stage in zip(parts, stages, strict=True):
+        layers = [one for run, one in _parts(part, stage.num_layers) for _ in run]
+        forms.append(full_form([change(next(numbers), one) for one in layers]))
+    return forms if isinstance(prior, Sequence) else forms[0]
+
+
 def _parts(prior: StagePrior, num_layers: int) -> list[tuple[range, Any]]:
     if PER_LAYER in prior:
         return numbered(cast("ResolvedLayers", prior)[PER_LAYER], num_layers, PER_LAYER)

@@ -14,6 +14,7 @@ import torch
 import hf_sparseprior as sp
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, applied_prior, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
+from hf_sparseprior.analysis import predicted_cost
 from hf_sparseprior.analysis.flops import model_flops
 from hf_sparseprior.analysis.layers import attention_layers
 from hf_sparseprior.analysis.predicted_cost import predicted_costs, twins
@@ -287,7 +288,8 @@ def test_a_model_changes_its_priors(before, after, tmp_path_factory):
 
 
 @each("family", [name for name in DEEP if name != "sparseprior_iformer"])
-def test_costs_are_predicted_by_kinds_of_layers(family):
+def test_costs_are_predicted_by_kinds_of_layers(family, monkeypatch):
+    monkeypatch.setattr(predicted_cost, "WARM_UP", 0.0)
     config = deep(family, {"layers": {"0": "fibottention", "1-2": "dense", "3": "fibottention"}})
     found = twins(config)
     made = [FAMILIES[family].config_class.from_dict({**config.to_dict(), **twin.changes}) for twin in found]
