@@ -27,19 +27,16 @@ from hf_sparseprior.base.resolved import Resolved, ResolvedSupport, Time, own_se
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 from hf_sparseprior.patterns.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
 from hf_sparseprior.patterns.masks import lonely_rows, self_rows
+from hf_sparseprior.patterns.mixed_heads import is_mixed, support_name, support_orders, unshuffled
 from hf_sparseprior.patterns.supports import (
     DENSE,
     LayerKey,
     LayerPattern,
     head_order,
-    is_mixed,
     layer_pattern,
     own_grid,
-    support_name,
     support_notes,
-    support_orders,
     support_settings,
-    unshuffled,
 )
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.layer_priors import has_layers, layer_specs

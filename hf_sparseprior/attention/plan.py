@@ -23,8 +23,9 @@ from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSu
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
 from hf_sparseprior.patterns.masks import Pairs, check_bytes, repeated_lists, self_rows
+from hf_sparseprior.patterns.mixed_heads import support_orders
 from hf_sparseprior.patterns.relative_offsets import relative_table
-from hf_sparseprior.patterns.supports import layer_pattern, support_orders
+from hf_sparseprior.patterns.supports import layer_pattern
 from hf_sparseprior.patterns.token_order import RASTER, order_ranks, with_prefix
 from hf_sparseprior.patterns.windows import window_places, window_regions, windowed_mask
 

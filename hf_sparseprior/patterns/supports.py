@@ -41,7 +41,6 @@ from hf_sparseprior.patterns.mixed_heads import (
     made_pattern,
     support_name,
     support_orders,
-    unshuffled,
 )
 from hf_sparseprior.patterns.pattern import (
     COMMON_SETTINGS,
@@ -82,13 +81,9 @@ __all__ = [
     "build_mask",
     "check_time",
     "count_nonzeros",
-    "entries_of",
     "has_pairs",
     "head_offsets",
-    "head_order",
-    "is_mixed",
     "key_lists",
-    "kinds_of",
     "layer_order",
     "layer_pattern",
     "mask_from_offsets",
@@ -100,12 +95,9 @@ __all__ = [
     "resolve_support",
     "self_rows",
     "shared_pattern",
-    "support_name",
     "support_notes",
-    "support_orders",
     "support_pattern",
     "support_settings",
-    "unshuffled",
 ]
 
 SupportSpec = str | Mapping[str, Any] | ResolvedSupport

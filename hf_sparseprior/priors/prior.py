@@ -31,18 +31,15 @@ from hf_sparseprior.base.resolved import (
 )
 from hf_sparseprior.patterns.curves import curve_names
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.mixed_heads import entries_of, is_mixed, kinds_of, support_name
 from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import (
     SUPPORTS,
     LayerKey,
     check_time,
-    entries_of,
-    is_mixed,
-    kinds_of,
     layer_pattern,
     own_grid,
     resolve_support,
-    support_name,
     support_pattern,
 )
 from hf_sparseprior.patterns.token_order import RASTER
