@@ -4,7 +4,6 @@ The oracle are models that have one prior in all layers: a layer with the same w
 same, to the bit.
 """
 
-import copy
 import json
 from functools import partial
 
@@ -93,23 +92,33 @@ def test_a_layer_computes_what_it_does_in_a_model_of_its_prior(family):
 
 @each("name", STOCK)
 def test_a_layer_of_a_stock_model_computes_what_it_does_with_its_prior_alone(name):
-    kinds = ["fibottention+violin", "dense", "bigbird"]
-    model = STOCK[name].build()
-    plain = [copy.deepcopy(model) for _ in kinds]
-    count = len(find_encoder(model).attention)
-    kinds = kinds + ["dense"] * (count - len(kinds))
+    compare_layers(STOCK[name].build, lambda model: output(model, name))
+
+
+@each("name", ["vit", "vit_parallel", "eva", "rope", "swin", "naflex"])
+def test_a_layer_of_a_model_of_timm_too(name):
+    from tests.hf_sparseprior.adapters import test_timm_in_place as of_timm  # which skips where timm is not installed
+
+    compare_layers(of_timm.CASES[name].build, lambda model: of_timm.output(model, name))
+
+
+def compare_layers(build, run):
+    kinds, model = ["fibottention+violin", "dense", "bigbird"], build()
+    names = list(find_encoder(model).attention)
+    count = len(names)
+    kinds = [*kinds, *["dense"] * count][:count]
     sp.apply_prior(model, {"layers": kinds})
     move_decays(model)
-    modules = list(find_encoder(model).attention.values())
-    calls = seen(modules, lambda: output(model, name))
-    for number, one in enumerate(plain):
-        sp.apply_prior(one, {"layers": [kinds[number]] * count})
-        layers = list(find_encoder(one).attention.values())
+    modules = [model.get_submodule(name) for name in names]
+    calls = seen(modules, partial(run, model))
+    for number in range(min(3, count)):
+        one = sp.apply_prior(build(), {"layers": [kinds[number]] * count})
+        layers = [one.get_submodule(name) for name in names]
         getattr(layers[number], PRIOR_MODULE).load_state_dict(getattr(modules[number], PRIOR_MODULE).state_dict())
-        of_plain = seen(layers, partial(output, one, name), given=calls)
+        of_plain = seen(layers, partial(run, one), given=calls)
         assert torch.equal(first(of_plain[number][2]), first(calls[number][2])), number
     sp.remove_prior(model)
-    assert torch.equal(output(model, name), output(STOCK[name].build(), name))
+    assert torch.equal(run(model), run(build()))
 
 
 @each("family", DEEP)
