@@ -13,6 +13,7 @@ import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.adapters import lora_config
 from hf_sparseprior.adapters.stock_attention import applied_prior, stock_priors
+from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.classification.command import prior_for_saved, train_config
 from hf_sparseprior.classification.tuning import tuned
 from hf_sparseprior.compression import MaskSearch, compressed_model
@@ -20,7 +21,7 @@ from hf_sparseprior.convert.checkpoint import convert_checkpoint
 from hf_sparseprior.patterns.supports import build_mask
 from hf_sparseprior.training.distillation import Distillation, Teacher
 from tests.each import each
-from tests.hf_sparseprior.adapters.stock_models import STOCK, output
+from tests.hf_sparseprior.adapters.stock_models import STOCK, move_decays, output
 from tests.hf_sparseprior.small import noise, scatter
 from tests.processes import run_script
 
@@ -193,6 +194,23 @@ def test_converted_from_a_stock_model_and_back(tmp_path):
         torch.testing.assert_close(back(pixels()).logits, stock(pixels()).logits)
     with pytest.raises(ValueError, match="has no place in vit"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "other", to="vit")
+
+
+@each("name", ["vit", "swin"])
+def test_a_stock_model_becomes_ours_with_its_priors(name, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stock")
+    model, family = STOCK[name].build(), {"vit": "SparsePriorViTModel", "swin": "SparsePriorSwinModel"}[name]
+    count = len(find_encoder(model).attention)
+    bare = {"layers": {"0": "violin", "1": {"heads": {"0": WINDOW, "1-1": "dense"}}, f"2-{count - 1}": WINDOW}}
+    if name == "vit":  # which has four heads
+        bare["layers"]["1"] = {"heads": {"0-1": WINDOW, "2-3": "dense"}}
+    sp.apply_prior(model, bare)
+    move_decays(model)
+    model.save_pretrained(folder / "saved")
+    convert_checkpoint(folder / "saved", folder / "ours")
+    ours = getattr(sp, family).from_pretrained(folder / "ours").eval()
+    assert [one["support"]["name"] for one in ours.config.layer_priors] == ["dense", "heads"] + ["window"] * (count - 2)
+    torch.testing.assert_close(output(ours, name), output(model, name), atol=1e-4, rtol=1e-4)
 
 
 def test_scores_of_the_layers_that_predict_are_compared():
