@@ -67,6 +67,11 @@ def key_of(numbers: range) -> str:
     return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
 
 
+def counted(thing: str, numbers: range) -> str:
+    """Consecutive numbers with what they are of: "layer 3", "layers 3-5"."""
+    return f"{thing}{'s' if len(numbers) > 1 else ''} {key_of(numbers)}"
+
+
 def keyed(values: Sequence[Any]) -> dict[str, Any]:
     """The map of a list, with equal neighbours joined."""
     return {key_of(range(*ends)): value for ends, value in _neighbours(values)}

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from hf_sparseprior.base.checks import check_integer, check_keys, python_value, split_spec
-from hf_sparseprior.base.numbered import key_of
+from hf_sparseprior.base.numbered import counted, key_of
 from hf_sparseprior.base.resolved import MASK_FILLS, PER_HEAD, TIMES, ResolvedSupport, Time
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
 from hf_sparseprior.patterns.masks import (
@@ -155,7 +155,7 @@ def _resolve_mixed(
         try:
             groups[key_of(heads)] = resolve_support(spec, len(heads), num_tokens, grid)
         except ValueError as error:
-            raise ValueError(f"{error} (heads {key_of(heads)} of {num_heads})") from None
+            raise ValueError(f"{error} ({counted('head', heads)} of {num_heads})") from None
     kinds = list(groups.values())
     fill = support.get("mask_fill", kinds[0]["mask_fill"])
     if other := next((kind["mask_fill"] for kind in kinds if kind["mask_fill"] != fill), None):
@@ -348,7 +348,7 @@ def support_notes(support: ResolvedSupport, key: LayerKey, num_prefix_tokens: in
     notes = []
     for heads, kind in groups_of(support, key.num_heads):
         of_group = _notes_of_group(kind, key._replace(num_heads=len(heads)), num_prefix_tokens)
-        where = f"heads {key_of(heads)}: " if is_mixed(support) else ""
+        where = f"{counted('head', heads)}: " if is_mixed(support) else ""
         notes += [f"{where}{note}" for note in of_group]
     return notes
 

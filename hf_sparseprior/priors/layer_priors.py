@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from hf_sparseprior.base.extras import EXTRAS
-from hf_sparseprior.base.numbered import in_words, keyed, numbered
+from hf_sparseprior.base.numbered import counted, in_words, keyed, numbered
 from hf_sparseprior.base.resolved import PER_LAYER, FullPrior, ResolvedLayers, ResolvedModule, ResolvedPrior
 from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, resolve_prior
 
@@ -62,7 +62,9 @@ def given_priors(prior: Any) -> list[Any]:
     if not has_layers(prior):
         return [prior]
     layers = prior[PER_LAYER]
-    return list(layers.values() if isinstance(layers, Mapping) else layers)
+    if isinstance(layers, Mapping):
+        return list(layers.values())
+    return list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
 
 
 def changed_given(prior: Any, change: Callable[[Any], Any]) -> Any:
@@ -74,7 +76,7 @@ def changed_given(prior: Any, change: Callable[[Any], Any]) -> Any:
     layers = prior[PER_LAYER]
     if isinstance(layers, Mapping):
         return {PER_LAYER: {key: change(one) for key, one in layers.items()}}
-    return {PER_LAYER: list(map(change, layers))}
+    return {PER_LAYER: list(map(change, given_priors(prior)))}
 
 
 def resolve_stages(prior: PriorSpec | Sequence[Any] | None, stages: Sequence[Stage]) -> list[StagePrior]:
@@ -117,15 +119,14 @@ def _in_stage(error: ValueError, number: int, stages: Sequence[Stage]) -> ValueE
 def _resolve_layers(specs: Sequence[Any], stage: Stage) -> list[ResolvedPrior]:
     """The full form of the prior of each layer of a stage."""
     resolved: list[ResolvedPrior] = []
-    for key, spec in keyed(specs).items():
-        numbers = key.split("-")
+    runs = numbered(specs, stage.num_layers, PER_LAYER)
+    for numbers, spec in runs:
         try:
-            one = resolve_prior(spec, stage.num_heads, stage.grid)
+            resolved += [resolve_prior(spec, stage.num_heads, stage.grid)] * len(numbers)
         except ValueError as error:
-            alone = len(keyed(specs)) == 1
-            where = "" if alone else f" (layer{'s' if len(numbers) > 1 else ''} {key} of {stage.num_layers})"
-            raise ValueError(f"{error}{where}") from None
-        resolved += [one] * (int(numbers[-1]) - int(numbers[0]) + 1)
+            if len(runs) == 1:
+                raise
+            raise ValueError(f"{error} ({counted('layer', numbers)} of {stage.num_layers})") from None
     return resolved
 
 
@@ -136,11 +137,10 @@ def _check_whole(priors: Sequence[ResolvedPrior]) -> None:
         return [extra for extra in prior["extras"] if EXTRAS[extra["name"]].place == "model"]
 
     for extra in (extra for prior in priors for extra in of_model(prior)):
-        if without := [number for number, prior in enumerate(priors) if extra not in of_model(prior)]:
+        if others := [number for number, prior in enumerate(priors) if extra not in of_model(prior)]:
             raise ValueError(
                 f"prior: {extra['name']!r} is of the whole model and must be in the prior of every layer, with the "
-                f"same settings; layer{'s' if len(without) > 1 else ''} {in_words(without)} of {len(priors)} "
-                f"{'differ' if len(without) > 1 else 'differs'}"
+                f"same settings; among {len(priors)} layers it is not in {in_words(others)}"
             )
 
 

@@ -9,6 +9,7 @@ import torch
 
 import hf_sparseprior as sp
 from hf_sparseprior.attention.choice import BACKENDS
+from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.patterns.supports import (
     SUPPORTS,
@@ -92,6 +93,14 @@ def test_some_backend_runs_what_only_lists_can_say():
         except ValueError:
             pass
     assert {"reference", "gather"} <= set(ran)
+
+
+def test_what_lists_cost_goes_by_the_longest():
+    """A dense head in a layer of lists makes all lists as long as all patches."""
+    for groups, cost in (([(3, "neighborhood"), (1, "dense")], 1.0), ([(3, WINDOW), (1, "dense")], None)):
+        support = resolve_support(mixed(*groups)[0], 4, 20, GRID)
+        plan = AttentionPlan(LayerKey(4, GRID), 1, support)
+        assert plan.cost_density == pytest.approx(plan.density if cost is None else cost) and plan.density < 1
 
 
 def test_heads_that_were_cut_and_pairs_that_are_drawn():

@@ -219,10 +219,10 @@ BAD = {
     "'layers' must be in the prior of a whole model": {"layers": [{"layers": ["dense"]}] * 4},
     r"'fibotention' is no prior; did you mean.*\(layers 2-3 of 4\)": {"layers": {"0-1": "dense", "2-3": "fibotention"}},
     r"w=-1 must be.*\(layer 3 of 4\)": {"layers": {"0-2": "dense", "3": {"support": {"name": "window", "w": -1}}}},
-    "'evit' is of the whole model and must be in the prior of every layer.*layers 0, 2-3 of 4 differ": {
+    "'evit' is of the whole model and must be in the prior of every layer.*among 4 layers it is not in 0, 2-3": {
         "layers": ["dense", "evit", "dense", "dense"]
     },
-    "layer 3 of 4 differs": {"layers": {"0-2": "evit", "3": {"extras": [{"name": "evit", "keep_rate": 0.1}]}}},
+    "among 4 layers it is not in 3": {"layers": {"0-2": "evit", "3": {"extras": [{"name": "evit", "keep_rate": 0.1}]}}},
 }
 
 
@@ -236,7 +236,7 @@ def test_refused_on_stock_models_and_the_model_is_left_alone():
     model = STOCK["vit"].build()
     for prior, message in (
         ({"layers": ["dense"] * 4}, "a list of 4 must have one for each of 3"),
-        ({"layers": ["dense", "dense", "evit"]}, r"apply_prior reaches attention alone \(layers 2 of 3\)"),
+        ({"layers": ["dense", "dense", "evit"]}, r"apply_prior reaches attention alone \(layer 2 of 3\)"),
         ({"layers": ["dense", "dense", "nothing"]}, "is no prior"),
     ):
         with pytest.raises(ValueError, match=message):
