@@ -97,7 +97,10 @@ def test_some_backend_runs_what_only_lists_can_say():
 
 def test_what_lists_cost_goes_by_the_longest():
     """A dense head in a layer of lists makes all lists as long as all patches."""
-    for groups, cost in (([(3, "neighborhood"), (1, "dense")], 1.0), ([(3, WINDOW), (1, "dense")], None)):
+    for groups, cost in (
+        ([(3, {"name": "neighborhood", "window": 3}), (1, "dense")], 1.0),
+        ([(3, WINDOW), (1, "dense")], None),
+    ):
         support = resolve_support(mixed(*groups)[0], 4, 20, GRID)
         plan = AttentionPlan(LayerKey(4, GRID), 1, support)
         assert plan.cost_density == pytest.approx(plan.density if cost is None else cost) and plan.density < 1
