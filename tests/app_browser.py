@@ -122,15 +122,20 @@ class Page:
 
         self.wait(clicked, f"tab {name}")
 
+    def field(self, label: str) -> Any:
+        """The field with this label."""
+        [field] = [
+            field
+            for field in self.all("label input, label textarea")
+            if field.is_displayed() and label in field.find_element("xpath", "./ancestor::label").text
+        ]
+        return field
+
     def type(self, label: str, text: str) -> None:
         """Write into the field with this label."""
 
         def written() -> bool:
-            [field] = [
-                field
-                for field in self.all("label input, label textarea")
-                if field.is_displayed() and label in field.find_element("xpath", "./ancestor::label").text
-            ]
+            field = self.field(label)
             field.send_keys("\ue009a\ue000\ue017", text, "\ue004")  # all of it is replaced, then the next field
             return field.get_attribute("value") == text
 

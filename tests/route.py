@@ -1,12 +1,12 @@
 """From photos to a server by the commands of docs/start.md, one after the other, with times and sizes.
 
-    python -m tests.route [--python PYTHON] [--parquet FILE] [--photos N] [--epochs N]
+    python -m tests.route [--python PYTHON] [--parquet FILE] [--photos N] [--epochs N] [--model FOLDER]
 
 Photos are N images for training and N / 5 for testing of a parquet file with columns `img` and `label`, or digits of
-scikit-learn, drawn at the size of a photo. The model is a DeiT-Ti with random weights, so accuracy says nothing of what
-a user's photos give. PYTHON is another environment's, where the wheel is installed, with what runs the server of
-docs/how-to/serve.md (fastapi and uvicorn); by default this one. With --epochs the training is that long, and not as
-many minutes as the page says.
+scikit-learn, drawn at the size of a photo. The model is that of FOLDER, a saved one, by the name that the page has; by
+default a DeiT-Ti with random weights, whose accuracy says nothing of what a user's photos give. PYTHON is another
+environment's, where the wheel is installed, with what runs the server of docs/how-to/serve.md (fastapi and uvicorn); by
+default this one. With --epochs the training is that long, and not as many minutes as the page says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -126,13 +127,17 @@ def run_route(
     parquet: Path | None = None,
     photos: int = 100,
     epochs: int | None = None,
+    model: Path | None = None,
 ) -> list[str]:
     """All steps in a folder; lines of a table: minutes, minutes of all processors together, and what is written."""
     classes = write_photos(folder / "photos", parquet, photos)
-    torch.manual_seed(0)
-    width = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
-    model = DeiTForImageClassification(DeiTConfig(**width, num_labels=classes))
-    model.save_pretrained(folder / "facebook" / "deit-tiny-patch16-224")
+    place = folder / "facebook" / "deit-tiny-patch16-224"
+    if model is not None:
+        shutil.copytree(model, place)
+    else:
+        torch.manual_seed(0)
+        width = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+        DeiTForImageClassification(DeiTConfig(**width, num_labels=classes)).save_pretrained(place)
     lines, names = [], []
     for name, words in steps():
         if name == "train" and epochs is not None:
@@ -164,8 +169,9 @@ def main() -> None:
     parser.add_argument("--parquet", type=Path)
     parser.add_argument("--photos", type=int, default=100)
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--model", type=Path)
     given = parser.parse_args()
-    sizes = {"parquet": given.parquet, "photos": given.photos, "epochs": given.epochs}
+    sizes = {"parquet": given.parquet, "photos": given.photos, "epochs": given.epochs, "model": given.model}
     print("\n".join(run_route(new_folder("route"), given.python, **sizes)))
 
 

@@ -188,8 +188,8 @@ def test_readme_is_a_screen_and_a_half():
     text = (ROOT / "README.md").read_text()
     examples = [block for language, block in BLOCK.findall(text) if language == "python"]
     assert len(text.split()) <= 800 and len(examples) == 3
-    pictures = [ROOT / name for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)]
-    assert len(pictures) == 2 and all(picture.stat().st_size < 200_000 for picture in pictures)
+    pictures = [ROOT / name for name in re.findall(r'(?:!\[[^\]]+\]\(|<img src=")([^)"]+)', text)]
+    assert len(pictures) == 3 and all(picture.stat().st_size < 200_000 for picture in pictures)
 
 
 @pytest.mark.slow

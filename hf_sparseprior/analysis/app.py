@@ -182,7 +182,7 @@ def _photo_page(
         with gradio.Column(scale=1, min_width=280):
             # As a file: gradio's own reading cuts off 16-bit images.
             image = gradio.Image(
-                photo, type="filepath", image_mode=None, label="your image", height=220, elem_id="image"
+                photo, type="filepath", image_mode=None, label="your image: click on it", height=220, elem_id="image"
             )
             boxes = [
                 gradio.Textbox(models[0], label="first model: a folder, or PRESET PRIOR for random weights"),
@@ -194,8 +194,8 @@ def _photo_page(
                 column = gradio.Number(0, precision=0, label="column", min_width=70)
             button = gradio.Button("Look", elem_id="look", variant="primary")
             gradio.Markdown(
-                "Row and column choose the framed patch, from 1; 0 and 0 are the middle. Random weights show a prior, "
-                "not what attention learns. Times: one image, forward, float32, "
+                "A click on your image chooses the framed patch, and so do row and column, from 1; 0 and 0 are the "
+                "middle. Random weights show a prior, not what attention learns. Times: one image, forward, float32, "
                 f"{threads()}, measured on this machine."
             )
 
@@ -205,6 +205,12 @@ def _photo_page(
         def look(out: Path, *given: Any) -> list[Any]:
             return _two_pictures(gradio, show_attention(out, *given))
 
+        def click(out: Path, image: str, first: str, second: str, layer: float | None, event: Any) -> list[Any]:
+            paths, patch = show_clicked(out, image, first, second, layer, event.index)
+            return [*_two_pictures(gradio, paths), *patch]
+
+        click.__annotations__["event"] = gradio.SelectData  # by which gradio knows what to give here
+
         inputs, outputs = [image, *boxes, layer, row, column], [*pictures, places[1]]
         timed = answering(show_model_times)
         opened = app.load(answering(opening), None, outputs, api_visibility="private")
@@ -212,6 +218,7 @@ def _photo_page(
         for happens, name in ((button.click, "attention"), (image.upload, "attention_of_upload")):
             looked = happens(answering(look), inputs, outputs, api_name=name)
             looked.success(timed, boxes, times, api_visibility="private")
+        image.select(answering(click), inputs[:4], [*outputs, row, column], api_visibility="private")
 
 
 def _two_pictures(gradio: Any, paths: Sequence[str]) -> list[Any]:
@@ -229,7 +236,10 @@ def show_attention(
     row: float | None,
     column: float | None,
 ) -> list[str]:
-    """The pictures of the attention of one or two models over the image in a file."""
+    """The pictures of the attention of one or two models over the image in a file.
+
+    Row and column, from 1, are those of a patch of the first model; 0 and 0 are the middle.
+    """
     if image is None:
         raise ValueError("give an image")
     number = whole(layer, "layer", 1, MOST_LAYERS)
@@ -238,10 +248,28 @@ def show_attention(
         raise ValueError(f"row {place[0]}, column {place[1]}: give both, from 1 on, or 0 and 0 for the middle")
     models = _open_models(first, second)
     pixels = np.asarray(decode_image(image, Path(image).name))
-    query = place if all(place) else None
+    return _attention_pictures(out, pixels, models, number, place if all(place) else None)
+
+
+def show_clicked(
+    out: Path, image: str, first: str, second: str, layer: float | None, point: Sequence[int]
+) -> tuple[list[str], tuple[int, int]]:
+    """The same from the patch at a pixel of the image, point = (x, y), and the row and column of this patch."""
+    number = whole(layer, "layer", 1, MOST_LAYERS)
+    models = _open_models(first, second)
+    pixels = np.asarray(decode_image(image, Path(image).name))
+    patch = app_figures.patch_at(models[0], pixels.shape[:2], (point[1], point[0]))
+    return _attention_pictures(out, pixels, models, number, patch), patch
+
+
+def _attention_pictures(
+    out: Path, pixels: np.ndarray, models: Sequence[app_figures.Opened], layer: int, query: tuple[int, int] | None
+) -> list[str]:
+    """One picture for each model; a second model with another grid shows its patch at the same place."""
+    queries = [query and app_figures.same_place(query, models[0], opened) for opened in models]
     return [
-        str(app_figures.attention_picture(pixels, opened, out / f"model{count}.png", number, query))
-        for count, opened in enumerate(models, start=1)
+        str(app_figures.attention_picture(pixels, opened, out / f"model{count}.png", layer, place))
+        for count, (opened, place) in enumerate(zip(models, queries, strict=True), start=1)
     ]
 
 
@@ -314,7 +342,7 @@ def show_times(
     measure: bool,
     say: Callable[[float, str], None] = lambda share, line: None,
 ) -> tuple[list[list[Any]], str]:
-    """Table and picture of the times. `say` is told the share that is done, and what comes next."""
+    """Table and picture of the times. `say` is called with the share that is done, and what comes next."""
     if bad := [text for text in sizes.split() if not (text.isascii() and text.isdecimal())]:
         raise ValueError(f"sizes: {bad[0]!r} must be a number of pixels")
     pixels = [whole(int(text), "sizes", 1, MOST_PIXELS) for text in sizes.split()]

@@ -161,6 +161,40 @@ def attention_picture(
     return draw_panels(rows, labels, path, f"layer {layer}: what the framed patch sees, and its attention")
 
 
+def patch_at(opened: Opened, size: Sequence[int], point: Sequence[int]) -> tuple[int, int]:
+    """The patch that shows a pixel of an image, or the nearest one if the image processor cuts the pixel off.
+
+    Where each patch comes from is read off two images that the model's image processor prepares, whatever it resizes
+    and cuts: in one the brightness of a pixel is its row, in the other its column.
+
+    Args:
+        opened: the model.
+        size: (height, width) of the image, in pixels.
+        point: (row, column) of the pixel, from 0.
+
+    Returns:
+        (row, column) of the patch, from 1.
+    """
+    grid = find_attention(opened.model).grid
+    distances = np.zeros(grid)
+    for axis, place in enumerate(point):
+        ramp = np.linspace(0, 255, size[axis]).round().astype(np.uint8)
+        image = np.repeat(np.expand_dims(ramp, 1 - axis), size[1 - axis], 1 - axis)
+        pixels = opened.processor(np.repeat(image[..., None], 3, 2), return_tensors="pt")["pixel_values"][0].numpy()
+        shown = _shown(pixels, opened.processor)[..., 0]
+        middles = [((np.arange(n) + 0.5) * side / n).astype(int) for n, side in zip(grid, shown.shape, strict=True)]
+        distances += (shown[np.ix_(*middles)] * (size[axis] - 1) - place) ** 2
+    row, column = np.unravel_index(distances.argmin(), grid)
+    return int(row) + 1, int(column) + 1
+
+
+def same_place(patch: tuple[int, int], first: Opened, other: Opened) -> tuple[int, int]:
+    """The patch of another model that lies over the middle of a patch of the first one; (row, column) from 1."""
+    grids = (find_attention(opened.model).grid for opened in (first, other))
+    row, column = ((2 * place - 1) * new // (2 * old) + 1 for place, old, new in zip(patch, *grids, strict=True))
+    return row, column
+
+
 def _shown(pixels: np.ndarray, processor: Any) -> np.ndarray:
     """An image as the model sees it, in colours again: (height, width, 3), 0 to 1."""
     normalised = getattr(processor, "do_normalize", False)
@@ -189,7 +223,7 @@ def time_table(
         sizes: pixels a side.
         out: folder of the picture.
         measure: also time the whole model, not only predict from less deep ones.
-        say: is told the share that is done, and what comes next.
+        say: is called with the share that is done, and what comes next.
 
     Returns:
         Rows [prior, pixels, seconds predicted, seconds measured or None], and the picture.

@@ -152,7 +152,7 @@ def predicted_costs(
         device, dtype: where and in what the model runs.
         passes: "forward", without gradients, and "training": forward, backward and a step of AdamW.
         budget: seconds for the rounds of each pass, which end earlier when ten are done, but not before the third.
-        say: is told what is done.
+        say: is called with what is done.
 
     Returns:
         {pass: cost}.

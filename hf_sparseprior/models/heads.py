@@ -198,7 +198,7 @@ def offer_code(folder: str | os.PathLike) -> None:
 
     transformers looks for the config of a backbone among those that it knows, and never in the folder, so that without
     the package a head is `KeyError: 'sparseprior_vit'`. With the file that is written here, Auto classes and `pipeline`
-    import the package if they are told `trust_remote_code=True`, or say that it is missing.
+    import the package if `trust_remote_code=True` is given, or say that it is missing.
 
     Args:
         folder: what `save_pretrained` of a head has written.

@@ -358,8 +358,8 @@ def judge(task: HFTask, config: Config, prepared: Prepared, trainer: SparsePrior
     tested = prepared.test(trainer) if prepared.test else test(prepared, trainer)
     seconds, steps = trainer.clock.seconds(), trainer.state.global_step
     named, counted = count_classes(task, tested, prepared.classes)
-    told = trainer.learning.messages if trainer.learning is not None else []
-    counted["warnings"] = [*told, *counted.get("warnings", [])]
+    messages = trainer.learning.messages if trainer.learning is not None else []
+    counted["warnings"] = [*messages, *counted.get("warnings", [])]
     results = Results(
         task=task.name,
         metrics={

@@ -23,7 +23,7 @@ def started() -> int:
 
 
 def join_on_cpu() -> bool:
-    """Whether several processes have to be told to join on the CPU: libraries join on an accelerator or not at all."""
+    """Whether several processes have to be asked to join on the CPU: libraries join on an accelerator or not at all."""
     return started() > 1 and not torch.accelerator.is_available()
 
 

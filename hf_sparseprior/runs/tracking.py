@@ -64,7 +64,7 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
-    """Event files. Those of an interrupted run are replaced, and an open page is told to forget them."""
+    """Event files. Those of an interrupted run are replaced, and an open page forgets them."""
 
     package = "tensorboard"
 

@@ -1,4 +1,4 @@
-"""Ends a run that is told to end, without losing anything, or that no longer gets better."""
+"""Ends a run that is asked to end, without losing anything, or that no longer gets better."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StopRequest:
         self.requested = True
 
     def agreed(self) -> bool:
-        """Whether any process was told to stop. All processes call this at the same point and get the same answer."""
+        """Whether any process was asked to stop. All processes call this at the same point and get the same answer."""
         if self._group is None:
             return self.requested
         flag = torch.tensor(int(self.requested))  # on the CPU, so that no device has to wait for it
@@ -83,7 +83,7 @@ class StopOnSignal(TrainerCallback):
         self.request.listen()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save and stop if any process was told to."""
+        """Save and stop if any process was asked to."""
         if self.request.agreed():
             self.stopped = control.should_training_stop = True
             # After the last step of an epoch its end comes first, because a resumed run starts with the next epoch.

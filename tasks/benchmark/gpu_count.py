@@ -6,7 +6,7 @@ twice, in processes of their own:
 - `compile`: every launch is compiled by Triton for compute capability 9.0 (H100, H200) instead of run. ptxas, which
   comes with Triton, says how many registers a thread takes and how many bytes spill; Triton says how much shared memory
   a block takes. How many blocks fit on a multiprocessor follows.
-- `trace`: every launch is run by Triton's interpreter, which is told to note the addresses that each program reads and
+- `trace`: every launch is run by Triton's interpreter, which notes the addresses that each program reads and
   writes. A sector has 32 bytes, as on the device.
 
 Bytes are in copies: one copy reads q, k and v once and writes the output once.

@@ -649,13 +649,9 @@ def compare_main(
     task: HFTask,
     argv: list[str] | None = None,
     load: Callable[[HFTask, str, Sequence[str]], Comparison] = load_comparison,
-    imports: bool = True,
 ) -> int:
-    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2.
-
-    `load` reads the comparison; imports: whether the command has --import.
-    """
-    parser = compare_parser(task.name, imports=imports)
+    """`python -m tasks.TASK.compare`; a bad value prints one line and returns 2. `load` reads the comparison."""
+    parser = compare_parser(task.name)
     arguments = parser.parse_intermixed_args(argv)
     return do_comparison(parser.prog, task.name, arguments, partial(load, task))
 

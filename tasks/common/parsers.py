@@ -126,11 +126,19 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _mm_imports(parser: argparse.ArgumentParser, task: str) -> argparse.ArgumentParser:
+    """What takes the place of --import where a config is an mm config file."""
+    parser.epilog = (
+        "A support or decay of yours, say in cross.py in the folder where you are: the config imports it by\n"
+        f"custom_imports = dict(imports=['tasks.{task}', 'cross'])."
+    )
+    return parser
+
+
 def mm_train_parser(task: str) -> argparse.ArgumentParser:
     """`train_parser` for segmentation and detection."""
-    return train_parser(
-        task, f"a model for {task}", "model.backbone.prior=violin", "mm config file", "key=value", imports=False
-    )
+    trains, example = f"a model for {task}", "model.backbone.prior=violin"
+    return _mm_imports(train_parser(task, trains, example, "mm config file", "key=value", imports=False), task)
 
 
 def mm_evaluate_parser(task: str) -> argparse.ArgumentParser:
@@ -141,13 +149,14 @@ def mm_evaluate_parser(task: str) -> argparse.ArgumentParser:
     parser.add_argument("--tta", action="store_true", help="several sizes of each image, each mirrored too, merged")
     parser.add_argument("--out", type=Path, help="folder for results and picture; default: RUN/evaluation")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. test_dataloader.dataset.data_root=DIR")
-    return parser
+    return _mm_imports(parser, task)
 
 
 def mm_compare_parser(task: str) -> argparse.ArgumentParser:
     """`compare_parser` for segmentation and detection."""
     file = "mm config file with `cells`, one for each row, and `seeds`"
-    return compare_parser(task, file, "key=value", "for every row, e.g. train_cfg.max_iters=100", imports=False)
+    overrides = "for every row, e.g. train_cfg.max_iters=100"
+    return _mm_imports(compare_parser(task, file, "key=value", overrides, imports=False), task)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ STORE = 100 * 2**20  # bytes of memory for results, which are some words; by def
 class _Outcome:
     """What a task says of its run.
 
-    host: the machine. failure: in words. stopped: whether its worker was told to end.
+    host: the machine. failure: in words. stopped: whether its worker was asked to end.
     """
 
     host: str
@@ -145,7 +145,7 @@ class RayQueue(AnyQueue):
         job, errors = self.running.pop(reference), self.ray.exceptions
         try:
             outcome = self.ray.get(reference)
-            died = f"{outcome.host} was told to end it" if outcome.stopped else None
+            died = f"{outcome.host} was asked to end it" if outcome.stopped else None
         except errors.RayTaskError as error:  # an error in the task
             self._fail(f"{job.name}: {first_line(error.cause)}")
             return None

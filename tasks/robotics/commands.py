@@ -6,14 +6,14 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from tasks.common.parsers import command_parser, compare_parser, train_parser
+from tasks.common.parsers import add_import, command_parser, compare_parser, train_parser
 
 KINDS = ("video", "image")  # of images in a LeRobotDataset
 ENVIRONMENTS = ("lift", "can", "pusht")
 TEST_SEED = 100_000  # seeds from here on are for evaluation; those of demonstrations are below both
 
-train = partial(train_parser, "robotics", "a diffusion policy on demonstrations", "encoder.prior=violin", imports=False)
-compare = partial(compare_parser, "robotics", imports=False)
+train = partial(train_parser, "robotics", "a diffusion policy on demonstrations", "encoder.prior=violin")
+compare = partial(compare_parser, "robotics")
 
 
 def convert() -> argparse.ArgumentParser:
@@ -42,6 +42,7 @@ def evaluate() -> argparse.ArgumentParser:
     """Arguments of `python -m tasks.robotics.evaluate`."""
     parser = command_parser("robotics.evaluate", "Evaluate a policy in the simulator it was trained for.")
     parser.add_argument("run", type=Path, help="folder of a run, or of a saved policy")
+    add_import(parser)
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--seed", type=int, help=f"of the first episode; default: trainer.test_seed or {TEST_SEED}")
     parser.add_argument("--untrained", action="store_true", help="random weights instead of the trained ones")

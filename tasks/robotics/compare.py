@@ -14,7 +14,7 @@ from tasks.common import compare
 from tasks.robotics.task import ROBOTICS
 
 load_comparison = partial(compare.load_comparison, cast(Any, ROBOTICS))
-main = partial(compare.compare_main, cast(Any, ROBOTICS), imports=False)
+main = partial(compare.compare_main, cast(Any, ROBOTICS))
 
 if __name__ == "__main__":
     sys.exit(main())

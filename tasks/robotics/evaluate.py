@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.base.files import file_sha256
+from hf_sparseprior.base.own_files import import_files, imported_paths
 from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.environment import environment
 from hf_sparseprior.runs.locks import turn
@@ -256,7 +257,8 @@ def run_episodes(
             left = [each for each in wanted if each.seed not in there]
             if jobs > 1 and len(left) > 1:
                 actions = multiprocessing.get_context("forkserver").Value("q", 0)
-                for _ in play_in_processes(min(jobs, len(left)), store, left, play_here, folder, rollouts, actions):
+                given = (folder, rollouts, actions, imported_paths())
+                for _ in play_in_processes(min(jobs, len(left)), store, left, play_here, *given):
                     progress.set_postfix(solved=solved, actions=actions.value)
                     for each in left:
                         if each.seed not in there and (episode := store.read(each)) is not None:
@@ -266,8 +268,19 @@ def run_episodes(
         return found, len(wanted) - before, simulator.fps
 
 
-def play_here(store: EpisodeStore, wanted: Sequence[Wanted], folder: Path, rollouts: Rollouts, actions: Any) -> None:
-    """Play episodes in one of several processes, which has nothing yet. `actions`: a number they share, of actions."""
+def play_here(
+    store: EpisodeStore,
+    wanted: Sequence[Wanted],
+    folder: Path,
+    rollouts: Rollouts,
+    actions: Any,
+    imports: Sequence[str],
+) -> None:
+    """Play episodes in one of several processes, which has nothing yet.
+
+    actions: a number they share, of actions. imports: files of the user.
+    """
+    import_files(imports)
 
     def on_step(step: int, horizon: int) -> None:
         with actions.get_lock():
@@ -327,6 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     out = arguments.out or default_folder(arguments.run, arguments.untrained)
 
     def work() -> None:
+        import_files(arguments.imports)
         chosen = {item.name: getattr(arguments, item.name) for item in fields(Rollouts)}
         results = evaluate(arguments.run, Rollouts(**chosen), out, show_progress=True, jobs=arguments.jobs)
         print(f"success: {success_text(results['metrics'], arguments.episodes)}")

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.json_files import read_json
+from hf_sparseprior.base.own_files import import_files
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, saved_family
 from hf_sparseprior.runs.command import run_command, tell_data
 from hf_sparseprior.runs.metrics import pack_correct
@@ -279,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         keep_freed_memory()
+        import_files(arguments.imports)
         config = load_config(arguments.config, arguments.overrides)
         results = run(config, overwrite=arguments.overwrite)
         if not PartialState().is_main_process:

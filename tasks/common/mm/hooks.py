@@ -128,7 +128,7 @@ class StopOnSignal(Hook):
         self.request.listen()
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save and stop if any process was told to."""
+        """Save and stop if any process was asked to."""
         if not self.request.agreed():
             return
         step = runner.iter + 1

@@ -98,6 +98,23 @@ def test_the_page_opens_with_two_pictures_of_a_photo(tmp_path):
     assert not np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(second)))
 
 
+def test_a_click_on_the_image_fills_row_and_column_and_draws_that_patch(tmp_path, monkeypatch):
+    gradio = pytest.importorskip("gradio")
+    page = app.build(tmp_path, ["vit_tiny fibottention"])
+    [clicked] = [each for each in page.fns.values() if any(event == "select" for _, event in each.targets)]
+    assert [each.label for each in clicked.outputs[-2:]] == ["row", "column"]
+    Image.new("RGB", (280, 140)).save(tmp_path / "wide.png")
+    asked, draw = [], app.app_figures.attention_picture
+    monkeypatch.setattr(app.app_figures, "attention_picture", lambda *given: asked.append(given[3:]) or draw(*given))
+    # gradio knows by its type which argument is the click: index is (x, y) in pixels of the image.
+    given = [str(tmp_path / "wide.png"), "vit_tiny fibottention", "", 2]
+    click = gradio.EventData(None, {"index": [279 - 25, 25], "value": None})
+    arguments, *_ = gradio.helpers.special_args(clicked.fn, inputs=given, event_data=click)
+    picture, second, place, row, column = clicked.fn(*arguments)
+    assert (row, column) == (3, 13) and asked == [(2, (3, 13))]
+    assert Image.open(picture).width > 300 and second is None and not place["visible"]
+
+
 def test_times_fill_in_as_they_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(app.app_figures, "_MEASURED", {})
     monkeypatch.setattr(app.app_figures, "measured_seconds", lambda config: 0.25 * config.prior_name.count("e"))
@@ -137,6 +154,10 @@ def test_every_page_in_a_browser(tmp_path):
         page.wait(lambda: page.all("#image input[type=file]"), "upload")[0].send_keys(str(tmp_path / "noise.png"))
         uploaded = page.pictures("#first_picture", tuple(opening))
         assert page.pixels(uploaded[0]).std() > 5
+        page.click("#image img")  # in its middle
+        clicked = page.pictures("#first_picture", (*opening, *uploaded))
+        assert page.pixels(clicked[0]).std() > 5
+        assert page.field("row").get_attribute("value") == page.field("column").get_attribute("value") != "0"
         page.type("second model", "")
         page.click("#look")
         page.wait(lambda: not any(one.is_displayed() for one in page.all("#second_picture")), "one picture alone")

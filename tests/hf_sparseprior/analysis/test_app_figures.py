@@ -1,11 +1,13 @@
 """What the app shows; no gradio here."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import CLIPImageProcessor
 
 from hf_sparseprior.analysis import app_figures
 from hf_sparseprior.analysis.app_figures import attention_picture, open_model, prior_pictures, time_table
@@ -62,6 +64,51 @@ def test_attention_is_what_the_model_gives(model, tmp_path, figures):
         assert titles.count(f"head {head}, max {row.max():.2g}") == 1
     assert titles.count(f"all heads see {(from_patch > 0).any(0).sum()}") == 1
     assert Image.open(tmp_path / "seen.png").size[0] > 100
+
+
+def opened_with(folder, **changes):
+    config = small("sparseprior_vit", **changes)
+    FAMILIES["sparseprior_vit"].image_classifier(config).save_pretrained(folder)
+    return open_model(str(folder))
+
+
+def spot_lands_in(opened, size, point):
+    """The patch, from 1, that a spot of white in a black image reaches most."""
+    image = np.zeros((*size, 3), np.uint8)
+    image[max(point[0] - 2, 0) : point[0] + 3, max(point[1] - 2, 0) : point[1] + 3] = 255
+    pixels = opened.processor(image, return_tensors="pt")["pixel_values"][0, 0].numpy()
+    rows, columns = opened.model.config.grid
+    patches = (pixels - pixels.min()).reshape(rows, len(pixels) // rows, columns, -1).sum((1, 3))
+    row, column = np.unravel_index(patches.argmax(), patches.shape)
+    return row + 1, column + 1
+
+
+@pytest.mark.parametrize("size", [(80, 100), (150, 60)])
+@pytest.mark.parametrize("crops", [False, True])
+def test_a_click_chooses_the_patch_in_which_a_spot_of_the_image_lands(size, crops, tmp_path):
+    opened = opened_with(tmp_path / "model", image_size=32 if crops else (24, 40))
+    if crops:  # the middle square, as of CLIP and of timm's models
+        edges = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+        opened = replace(opened, processor=CLIPImageProcessor(**edges))
+    grid = opened.model.config.grid
+    low, extent = ([(each - min(size)) // 2 if crops else 0 for each in size], [min(size)] * 2 if crops else size)
+    for row, column in ((0, 0), (1, 4), (3, 2), (5, 5), (grid[0] - 1, grid[1] - 1)):
+        middle = [
+            round((place + 0.5) * length / count)
+            for place, length, count in zip((row, column), extent, grid, strict=True)
+        ]
+        point = [start + offset for start, offset in zip(low, middle, strict=True)]
+        patch = app_figures.patch_at(opened, size, point)
+        assert patch == (row + 1, column + 1) == spot_lands_in(opened, size, point)
+    assert app_figures.patch_at(opened, size, (0, 0)) == (1, 1)  # also where it is cut off
+    assert app_figures.patch_at(opened, size, [each - 1 for each in size]) == grid
+
+
+def test_a_patch_has_its_place_in_the_grid_of_another_model(tmp_path):
+    coarse, fine = (opened_with(tmp_path / str(size), image_size=size) for size in (32, 64))  # 8x8 and 16x16 patches
+    assert app_figures.same_place((3, 8), coarse, coarse) == (3, 8)
+    assert app_figures.same_place((1, 8), coarse, fine) == (2, 16)
+    assert app_figures.same_place((2, 15), fine, coarse) == (1, 8)
 
 
 def test_the_example_is_a_photo():

@@ -1,6 +1,7 @@
-"""The demo's console and its table of times."""
+"""The demo's console, its tables, and what its page shows of them."""
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hf_sparseprior import SparsePriorViTForImageClassification
 from hf_sparseprior.images.sources.cifar import CLASSES
 from hf_sparseprior.images.sources.tables import write_parquet
 from tasks.classification import demo, demo_speed
+from tasks.common.records import read_records
 
 ROOT = Path(__file__).parents[3]
 STEPS = ["trainer.max_steps=2", "trainer.eval_steps=1", "trainer.save_steps=1", "trainer.logging_steps=1"]
@@ -161,3 +163,15 @@ def test_what_is_timed_is_the_model_of_that_size_and_prior():
         outputs[prior] = call().numpy()
         assert tokens == 196 and len(outputs[prior]) == 1
     assert not np.allclose(outputs["dense"], outputs["fibottention"])
+
+
+def test_the_page_shows_the_table_that_the_demo_prints():
+    """But for columns that say little, as the times of a busy machine."""
+    folder = ROOT / "tasks" / "classification" / "results" / "demo"
+    printed = demo.results_table({prior: list(runs.values()) for prior, runs in read_records(folder).items()})
+    assert printed == (folder / "table.md").read_text().strip()
+    first, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines())
+    page = (ROOT / "docs" / "demo.md").read_text().partition("## On digits")[0]
+    columns, *shown = ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| .*", page, re.M))
+    assert columns[:2] == first[:2] and len(shown) == len(demo.PRIORS)
+    assert shown == [[row[first.index(column)] for column in columns] for row in rows]

@@ -150,7 +150,7 @@ def test_a_run_whose_worker_dies_is_given_to_another_and_those_that_fail_are_nam
         queue.run([*jobs, job(tmp_path / "d0", strike, 1, signal.SIGKILL)])
     lines = str(failed.value).splitlines()
     assert lines[:2] == ["2 of 4 runs failed:", f"a0: a0: a0 has a bad value ({tmp_path}/a0.log)"]
-    assert lines[2:] == [f"b0: its worker died {ATTEMPTS} times ({HERE} was told to end it)"]
+    assert lines[2:] == [f"b0: its worker died {ATTEMPTS} times ({HERE} was asked to end it)"]
     assert sorted(records(tmp_path)) == ["c0", "d0"]
     assert [len((tmp_path / name / "deaths").read_text()) for name in ("b0", "d0")] == [ATTEMPTS, 2]
     said = capsys.readouterr().err

@@ -153,7 +153,7 @@ def play_for_ever(notes):
 def alive(pid: str) -> bool:
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # also if it ends between opening and reading
         return False
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 for package in ("diffusers", "gym_pusht", "zarr"):
     pytest.importorskip(package, reason="the robotics extra is not installed")
 
+from hf_sparseprior.base import own_files  # noqa: E402
+from hf_sparseprior.patterns.decay import DECAYS  # noqa: E402
+from hf_sparseprior.patterns.pattern import SUPPORTS  # noqa: E402
 from tasks.robotics import evaluate, train, training  # noqa: E402
 from tasks.robotics.environments import make_environment  # noqa: E402
 from tasks.robotics.normalizer import Normalizer  # noqa: E402
@@ -125,6 +129,29 @@ def test_the_command_writes_results_picture_and_film(saved, tmp_path, capsys):
     for name in ("trained", "untrained"):
         assert (tmp_path / name / "episodes.png").stat().st_size > 10_000
         assert (tmp_path / name / trained["film"]).stat().st_size > 1_000
+
+
+def test_a_support_of_the_users_is_imported_in_every_process(own_file, tmp_path, capsys):
+    own_files.import_files([own_file])
+    config = replace(
+        pusht_policy().config, observations={"image": [96, 96, 3], "agent_pos": [2]}, image_size=96, crop=96
+    )
+    encoder = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = replace(config, encoder={**encoder, "patch_size": 16, "prior": "cross"})
+    bounds = {"agent_pos": ([0.0] * 2, [512.0] * 2), "actions": ([0.0] * 2, [512.0] * 2)}
+    with make_environment("pusht", ["image"]) as environment:
+        about = {"environment": {"name": "pusht", "cameras": ["image"]}, "settings": environment.settings}
+    CrosswayPolicy(config, Normalizer(bounds, dict.fromkeys(bounds, 1.0))).save_pretrained(tmp_path / "policy", about)
+    own_files.IMPORTED.clear()  # as in another process
+    SUPPORTS.pop("cross")
+    DECAYS.pop("columns")
+    given = [str(tmp_path / "policy"), "--episodes", "2", "--max-steps", "3", "--sampling-steps", "2", "--jobs", "2"]
+    given += ["--out", str(tmp_path / "out")]
+    assert evaluate.main(given) == 2
+    carried = tmp_path / "policy" / "encoders" / "image" / "own_cross.py"
+    assert "cross" in capsys.readouterr().err and carried.is_file()
+    assert evaluate.main([*given, "--import", str(carried)]) == 0
+    assert "0 of 2 solved" in capsys.readouterr().out
 
 
 def test_without_gl_pictures_alone_are_left_out(saved, tmp_path, monkeypatch, capsys):

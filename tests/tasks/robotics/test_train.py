@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("diffusers", reason="the robotics extra is not installed")
 pytest.importorskip("h5py", reason="the robotics extra is not installed")
@@ -58,6 +59,18 @@ def test_a_run_leaves_results_picture_and_policy(whole_run):
     assert policy.about["settings"] == SETTINGS and policy.about["environment"]["name"] == "lift"
     averages = load_file(whole_run / "checkpoint-10" / "ema.safetensors")
     assert all(torch.equal(policy.state_dict()[name], value) for name, value in averages.items())
+
+
+def test_a_support_of_the_users_is_saved_with_each_encoder(demonstrations, own_file, tmp_path, capsys):
+    config = with_cameras(configuration(demonstrations, tmp_path / "run", steps=2, validate_steps=2))
+    config["encoder"]["prior"] = "cross+columns"
+    (tmp_path / "cross.yaml").write_text(yaml.safe_dump(config))
+    options = ["--config", str(tmp_path / "cross.yaml")]
+    assert train.main(options) == 2 and "cross" in capsys.readouterr().err
+    assert train.main([*options, "--import", str(own_file)]) == 0
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["prior"] == "cross+columns"
+    carried = sorted(path.parent.name for path in (tmp_path / "run" / "model").glob("encoders/*/own_cross.py"))
+    assert carried == ["agentview_image", "robot0_eye_in_hand_image"]
 
 
 def spoiled(demonstrations: Path, folder: Path) -> Path:

@@ -1,13 +1,18 @@
 """mm config files: where a run lies, what makes it this run, runs that were begun before results had a version."""
 
 import json
+import re
+import sys
 
 import pytest
 
 pytest.importorskip("mmengine", reason="the extra `dense` is not installed")
 
+from hf_sparseprior.patterns.decay import DECAYS
+from hf_sparseprior.patterns.pattern import SUPPORTS
 from hf_sparseprior.runs.run_folder import folder_differences
 from tasks.common.mm.config import as_json, load_config, run_identity
+from tasks.common.parsers import mm_train_parser
 
 TEXT = """
 model = dict(type="Net", sizes=(1, 2), parts=[dict(width=3), dict(width=4)], options=dict())
@@ -31,6 +36,18 @@ def test_the_folder_is_output_dir_and_work_dir_is_the_same(file):
         config = load_config("detection", file)
         assert config.work_dir == "there" and "output_dir" not in config
         assert load_config("detection", file, ["output_dir=here"]).work_dir == "here"
+
+
+def test_custom_imports_bring_a_support_of_the_users_as_help_says(file, own_file, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        mm_train_parser("segmentation").parse_args(["--help"])
+    (line,) = re.findall(r"^custom_imports = .*\)(?=\.$)", capsys.readouterr().out, re.MULTILINE)
+    monkeypatch.syspath_prepend(str(own_file.parent))
+    monkeypatch.delitem(sys.modules, "cross", raising=False)
+    file.write_text(f"{TEXT}{line.replace('tasks.segmentation', 'hf_sparseprior')}\n")  # which need not have mmseg
+    load_config("segmentation", file)
+    assert "cross" in SUPPORTS and "columns" in DECAYS
+    del sys.modules["cross"]
 
 
 @pytest.mark.parametrize("value", ["dict(a=1,b=2)", "((1,2)"])
