@@ -112,7 +112,7 @@ def _parts(arguments: argparse.Namespace) -> list[tuple[int, int, dict[str, Any]
     specs = layer_specs(arguments.prior, arguments.all_layers)[: arguments.layers]
     if arguments.layer is not None and arguments.layer > len(specs):
         raise ValueError(f"--layer={arguments.layer} must be at most {len(specs)}, the number of layers")
-    runs = [(heads.start, len(heads), parse_prior(spec)) for heads, spec in numbered(specs, len(specs), "layers")]
+    runs = [(layers.start, len(layers), parse_prior(spec)) for layers, spec in numbered(specs, len(specs), "layers")]
     if arguments.layer is None:
         return runs
     return [run for run in runs if run[0] < arguments.layer <= run[0] + run[1]]
@@ -254,7 +254,7 @@ def explain_support(
     if pattern.ranks is not None and not pattern.repeats:
         _print_order(support, pattern, pattern.ranks, arguments)
     if support != in_order:
-        for number in range(first + 1, first + 1 + min(2, arguments.layers) if first else 3):
+        for number in range(first + 1, first + 1 + min(2, arguments.layers)):
             order = [str(index + 1) for index in head_order(support, heads, number - 1)]
             print(f"layer {number}: heads 1..{heads} have the supports {' '.join(order)}")
     for note in support_notes(support, key, prefix):
