@@ -129,6 +129,7 @@ __all__ = [
     "remove_prior",
     "resolve_prior",
     "sequences",
+    "sparsify",
     "supports",
 ]
 
@@ -138,6 +139,8 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module("hf_sparseprior.models.heads")
     if name == "export":
         return _importlib.import_module("hf_sparseprior.cli.deployment").export
+    if name == "sparsify":
+        return _importlib.import_module("hf_sparseprior.sparsification.sparsify").sparsify
     if name == "predict":
         return _importlib.import_module("hf_sparseprior.prediction.predict").predict
     # These need peft, which is imported only when they are used.

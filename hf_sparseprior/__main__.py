@@ -59,6 +59,16 @@ def _train(arguments: argparse.Namespace) -> int:
     return run_command(f"{PROGRAM} train", partial(train, arguments), "from the last checkpoint")
 
 
+def _sparsify(arguments: argparse.Namespace) -> int:
+    from hf_sparseprior.runs.command import run_command
+    from hf_sparseprior.sparsification.command import run
+
+    def work() -> None:
+        print("\n".join(run(arguments)))
+
+    return run_command(f"{PROGRAM} sparsify", work, f"from {arguments.out}/plan.json")
+
+
 def _predict(arguments: argparse.Namespace) -> int:
     from hf_sparseprior.prediction.predict import predict
 
@@ -141,6 +151,7 @@ COMMANDS = {
     "list": _list,
     "explain": _explain,
     "train": _train,
+    "sparsify": _sparsify,
     "predict": _predict,
     "export": _export,
     "run-package": _run_package,

@@ -15,6 +15,7 @@ TASKS = {path.name for path in (ROOT / "tasks").iterdir() if (path / "__init__.p
 ROOMS = (
     *("kernels", "base", "patterns", "attention", "priors", "saving", "models", "adapters", "cli"),
     *("convert", "training", "compression", "analysis", "mm", "prediction", "runs", "images", "classification"),
+    "sparsification",
 )
 # The kernels are imported where they may be missing, and where it is asked whether they are.
 KNOW_KERNELS = {

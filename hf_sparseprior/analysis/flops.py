@@ -4,8 +4,8 @@ Counted are stem and patch projection, linear layers, Q K^T and (softmax) V over
 convention says so. Never counted are biases, norms, activations, residuals and the interpolation of positions. A
 support costs 2 nnz d_h multiply-adds a layer, where nnz is the number of attended pairs of all heads.
 `mask_fill="zero"` adds sums of V, which are no multiply-adds. What a predictor or mixer computes in addition to the
-pairs is "chooser". If tokens are pruned, "pruning" has the linear layers that decide which, or the class token's
-logits, which are computed once more.
+pairs is "chooser". If tokens are dropped or merged, "pruning" has the linear layers that decide which, the class
+token's logits, which are computed once more, or the similarities of tokens.
 
 `analysis.flops_swin` counts models with windows, `analysis.flops_convit` those with gated positional attention,
 `analysis.flops_iformer` those with convolutional stages, `analysis.flops_timesformer` those of clips.
@@ -206,7 +206,8 @@ def vit_flops(
     runs = prior_runs(resolve_stages(config.prior if prior is None else prior, stages), stages)
     sizes = layer_tokens(runs, config.num_hidden_layers, num_tokens)
     counted = count_layers(runs, config.layers, sizes, grid, prefix, convention)
-    _add_pruning(counted.layers, runs[0].prior, num_tokens, prefix, width, convention)
+    layer = (width, config.num_attention_heads)
+    _add_pruning(counted.layers, runs[0].prior, num_tokens, prefix, layer, convention)
     multiply_add = convention_of(convention).multiply_add
     inputs = config.pooled_size
     if config.use_distillation_token and config.use_distillation_classifier:
@@ -349,14 +350,19 @@ def layer_tokens(runs: Sequence[PriorRun], num_layers: int, num_tokens: int) -> 
 
 
 def _add_pruning(
-    layers: list[dict[str, int]], prior: ResolvedPrior, num_tokens: int, prefix: int, width: int, convention: str
+    layers: list[dict[str, int]],
+    prior: ResolvedPrior,
+    num_tokens: int,
+    prefix: int,
+    sizes: tuple[int, int],
+    convention: str,
 ) -> None:
-    """Add to the layers that prune what the choice of tokens costs."""
+    """Add to the layers that drop or merge tokens what their choice costs; `sizes` are width and heads."""
     if (pruning := pruning_of(prior)) is None:
         return
     settings, kind = pruning
     rule = convention_of(convention).multiply_add
-    for layer, products in kind.pruning_multiply_adds(settings, len(layers), width, num_tokens, prefix).items():
+    for layer, products in kind.choice_multiply_adds(settings, len(layers), *sizes, num_tokens, prefix).items():
         layers[layer]["pruning"] = rule * products
 
 

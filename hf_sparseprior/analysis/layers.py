@@ -188,8 +188,8 @@ def attention_weights(model: nn.Module, pixel_values: Tensor) -> tuple[Tensor, .
         )
     if len(set(tokens)) > 1:
         raise ValueError(
-            f"{type(model).__name__} drops tokens, its layers have {', '.join(map(str, tokens))}: the attention of "
-            "those that are left is no map over all patches"
+            f"{type(model).__name__} drops or merges tokens, its layers have {', '.join(map(str, tokens))}: the "
+            "attention of those that are left is no map over all patches"
         )
     return tuple(weights)
 

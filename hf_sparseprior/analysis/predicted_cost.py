@@ -24,7 +24,7 @@ from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.resolved import PER_LAYER, ResolvedPrior, each_prior
 from hf_sparseprior.priors.layer_priors import given_priors, has_layers
 from hf_sparseprior.priors.prior import prior_name
-from hf_sparseprior.priors.token_pruning import TokenPruning
+from hf_sparseprior.priors.token_pruning import TokenReduction
 
 LEAST = 2  # layers of a kind; the first one alone keeps less in memory at once than those after it
 MORE = 2  # layers of a kind that are added
@@ -63,9 +63,9 @@ def twins(config: PretrainedConfig) -> list[Twin]:
     """
     for prior in each_prior(config.prior):
         for extra in prior["extras"]:
-            if issubclass(EXTRAS[extra["name"]], TokenPruning):
+            if issubclass(module := EXTRAS[extra["name"]], TokenReduction):
                 raise ValueError(
-                    f"{extra['name']} drops tokens between layers, so their costs differ; it is not predicted"
+                    f"{extra['name']} {module.verb} tokens between layers, so their costs differ; it is not predicted"
                 )
     if getattr(config, "compressed", None):
         raise ValueError("layers of a compressed model differ in width; its cost is not predicted")
@@ -170,7 +170,7 @@ def predicted_costs(
             call()  # makes tables and state
             peaks.append(traced_bytes(call, device)[0])
             calls.append(call)
-        rounds = _rounds(calls, device, budget)
+        rounds = interleaved_rounds(calls, device, budget)
         shares = torch.tensor([twin.share for twin in models], dtype=torch.float64)
         timed = torch.tensor(rounds, dtype=torch.float64)
         # The whole has all layers of the first. Where calls are so short that noise is larger than a layer, the sum
@@ -213,8 +213,12 @@ def call_of(
     return step if trains else forward
 
 
-def _rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
-    """Seconds a call, for each round and call."""
+def interleaved_rounds(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
+    """Seconds a call, for each round and call. The calls take turns.
+
+    Args:
+        budget: seconds for the rounds, which end earlier when ten are done, but not before the third.
+    """
     end = time.perf_counter() + WARM_UP  # a processor and an allocator that have just been woken are slower
     while True:
         once = [seconds_per_call(call, 1, device) for call in calls]

@@ -27,6 +27,7 @@ class CallOptions(NamedTuple):
     """What a forward of a model asks of the attention layers that it goes through.
 
     output_attentions: also return the attention weights. weight_rows: of them only those of the first tokens.
+    mean_keys: also return the mean of the keys over the heads.
     backend: "auto", or one of `BACKENDS` by name.
     bias, token_ids, keep_mask: as in `AttentionRequest`.
     layout: the order in which the patches come, as in `AttentionPlan`.
@@ -43,6 +44,7 @@ class CallOptions(NamedTuple):
     layout: str = RASTER
     rotations: Sequence[Rotation] | None = None
     draw: int | None = None
+    mean_keys: bool = False
 
 
 DEFAULT_OPTIONS = CallOptions()

@@ -67,7 +67,8 @@ class PriorModule(nn.Module):
 
 
 class Extra(PriorModule):
-    """Base of all extras. With its initial values (zeros by default) an extra changes nothing, except for pruning.
+    """Base of all extras. With its initial values (zeros by default) an extra changes nothing, unless it drops or
+    merges tokens.
 
     place: what holds it: every "attention" layer, every "MLP", or the "model" (once).
     takes_layouts: whether patches may come in another order than raster order, because it knows them by tables of the

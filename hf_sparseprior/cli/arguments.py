@@ -33,6 +33,7 @@ EXTRAS = ("video", "heads", "dense", "robotics", "export")
 DTYPES = ("float32", "bfloat16")
 TUNING, LABELS = ("full", "linear", "lora", "dora", "violin"), ("classes", "several", "numbers")
 RAW = argparse.RawDescriptionHelpFormatter
+TUNING_AFTERWARDS = ("full", "lora")  # of sparsify
 # A test gives each example to the check of configurations.
 SECTIONS_OF_TRAIN = """\
 sections of the settings, each with examples for --set:
@@ -123,6 +124,8 @@ def make_parser(targets: Sequence[str] = TARGETS) -> argparse.ArgumentParser:
     add_explain(commands.add_parser("explain", help="show what a prior does on a grid"))
     text = "train a classifier on a folder of images or a table"
     add_train(commands.add_parser("train", help=text, epilog=SECTIONS_OF_TRAIN, formatter_class=RAW))
+    text = "make a dense model faster: sparse layers within a time budget"
+    add_sparsify(commands.add_parser("sparsify", help=text))
     text = "write labels, features, masks or boxes of images"
     add_predict(commands.add_parser("predict", help=text))
     text = "make a folder to upload, or an ONNX or other file"
@@ -220,6 +223,29 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a run with other settings")
     text = "any setting, see below"
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help=text)
+
+
+def add_sparsify(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `sparsify`, those of `sp.sparsify`."""
+    add_import(parser)
+    text = "folder of a training run or a saved dense model, ours or of transformers; or a name on the hub"
+    parser.add_argument("model", help=text)
+    parser.add_argument("out", help="folder of the result; the same command goes on in it")
+    text = "folder of images; for accuracy a folder for each class, also below train and test"
+    parser.add_argument("--data", required=True, help=text)
+    text = "share of the dense model's time on this machine (default %(default)s)"
+    parser.add_argument("--budget", type=float, default=0.5, help=text)
+    parser.add_argument("--image-size", help="HEIGHTxWIDTH of the images, or one number (default: the model's)")
+    parser.add_argument("--batch", type=int, help="images at once in what is timed (default 1)")
+    parser.add_argument("--device", help="cpu, cuda ... (default: a GPU if there is one)")
+    text = "what a layer may have: names of supports, or JSON with settings (default: each support in some settings)"
+    parser.add_argument("--candidates", nargs="+", metavar="CANDIDATE", help=text)
+    parser.add_argument("--calibration", type=int, help="images of the search at most (default 64)")
+    parser.add_argument("--test", type=int, help="images of the test at most (default 1000)")
+    parser.add_argument("--minutes", type=float, help="of distillation from the dense model afterwards (default 0)")
+    parser.add_argument("--tuning", choices=TUNING_AFTERWARDS, help="with --minutes: all weights (default) or LoRA")
+    parser.add_argument("--seed", type=int, help="of the division of the images and of --minutes (default 0)")
+    parser.add_argument("--processor", help="folder of an image processor (default: the model's)")
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

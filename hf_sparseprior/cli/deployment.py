@@ -87,8 +87,8 @@ def checked_sides(size: Any) -> tuple[int, int]:
     return tuple(sides)
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """(height, width) of "HEIGHTxWIDTH" or one number.
+def parse_size(text: str, option: str = "--size") -> tuple[int, int]:
+    """(height, width) of "HEIGHTxWIDTH" or one number. `option`: for errors.
 
     Raises:
         ValueError: for anything else.
@@ -96,7 +96,7 @@ def parse_size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,6})(?:x([0-9]{1,6}))?", text)
     height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
-        raise ValueError(f"--size {text} must be HEIGHTxWIDTH or one number, each from 1 to {MAX_SIDE} pixels")
+        raise ValueError(f"{option} {text} must be HEIGHTxWIDTH or one number, each from 1 to {MAX_SIDE} pixels")
     return height, width
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.layer_sizes import HEAD_WIDTH, HEADS, MLP_WIDTH, WIDTH, UnitAxes, kind_and_step
+from hf_sparseprior.priors.prior import pruning_of
 
 NORM_AXES: UnitAxes = {"weight": ((WIDTH,),), "bias": ((WIDTH,),)}
 
@@ -161,8 +161,8 @@ def _check_prior(model: Any) -> None:
     for prior in model.config.layer_priors:
         if prior["mixer"] != "softmax":
             raise ValueError(f"prior: mixer {prior['mixer']['name']!r} is not made of heads that can be cut")
-        for extra in prior["extras"]:
-            if EXTRAS[extra["name"]].place == "model":
-                raise ValueError(
-                    f"prior: {extra['name']!r} drops tokens by what all heads see; it cannot be compressed"
-                )
+        if (pruning := pruning_of(prior)) is not None:
+            settings, kind = pruning
+            raise ValueError(
+                f"prior: {settings['name']!r} {kind.verb} tokens by what all heads see; it cannot be compressed"
+            )

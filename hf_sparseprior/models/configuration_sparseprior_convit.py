@@ -6,7 +6,6 @@ import math
 from typing import Any, ClassVar, Literal, get_args
 
 from hf_sparseprior.base.checks import check_integer
-from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.layer_sizes import counts
 from hf_sparseprior.base.limits import check_size
 from hf_sparseprior.base.resolved import ResolvedPrior
@@ -14,7 +13,7 @@ from hf_sparseprior.models.base_config import IMAGENET, BaseConfig, as_pair, che
 from hf_sparseprior.models.configuration_sparseprior_vit import Interpolation
 from hf_sparseprior.models.feature_maps import FeatureMap, check_map_count, check_map_scales, resampling_weights
 from hf_sparseprior.priors.layer_priors import prior_weights
-from hf_sparseprior.priors.prior import Stage, common_order
+from hf_sparseprior.priors.prior import Stage, common_order, pruning_of
 
 Pooling = Literal["class_token", "mean"]
 PositionEmbedding = Literal["learned", "none"]
@@ -156,11 +155,11 @@ class SparsePriorConvitConfig(BaseConfig):
 
     def check_prior(self, prior: ResolvedPrior) -> None:
         """As `BaseConfig`; token pruning is refused, because the gated layers are for all patches of a grid."""
-        for extra in prior["extras"]:
-            if EXTRAS[extra["name"]].place == "model":
-                raise ValueError(
-                    f"prior: {extra['name']!r} drops tokens, and the gated layers of a ConViT need all patches"
-                )
+        if (pruning := pruning_of(prior)) is not None:
+            settings, kind = pruning
+            raise ValueError(
+                f"prior: {settings['name']!r} {kind.verb} tokens, and the gated layers of a ConViT need all patches"
+            )
         super().check_prior(prior)
 
     def _validate_sizes(self) -> None:

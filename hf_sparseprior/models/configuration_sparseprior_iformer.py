@@ -15,6 +15,7 @@ from hf_sparseprior.models.feature_maps import FeatureMap, pyramid
 from hf_sparseprior.priors.layer_priors import prior_weights
 from hf_sparseprior.priors.prior import Stage
 from hf_sparseprior.priors.relative_position import RelativePosition
+from hf_sparseprior.priors.token_pruning import TokenReduction
 
 # Zheng 2025 (arXiv 2501.15369), from the published code and, for stochastic depth, its training recipes.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -260,8 +261,10 @@ class SparsePriorIformerConfig(BaseConfig):
         """
         for extra in prior["extras"]:
             kind = EXTRAS[extra["name"]]
-            if kind.place == "model":
-                raise ValueError(f"prior: {extra['name']!r} drops tokens, and iFormer's convolutions need all of them")
+            if issubclass(kind, TokenReduction):
+                raise ValueError(
+                    f"prior: {extra['name']!r} {kind.verb} tokens, and iFormer's convolutions need all of them"
+                )
             if issubclass(kind, RelativePosition) and kind.uses_weights:
                 raise ValueError(f"prior: {extra['name']!r} is for values as wide as queries; iFormer's are wider")
         if prior["mixer"] != "softmax":

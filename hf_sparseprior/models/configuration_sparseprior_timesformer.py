@@ -105,7 +105,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
         """As in SparsePriorViT.
 
         Raises:
-            ValueError: also for a prior that drops tokens and for classifiers that video models do not have.
+            ValueError: also for a prior that drops or merges tokens and for classifiers that video models do not have.
         """
         self.num_frames = check_size("num_frames", self.num_frames, 1, "tokens")
         super().validate()
@@ -129,9 +129,10 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
                 raise ValueError(f"{name}=True must be False in a {type(self).__name__}")
         if self.map_scales is not None:
             raise ValueError(f"map_scales={self.map_scales} must be None: a {type(self).__name__} has no backbone")
-        if any(pruning_of(prior) is not None for prior in self.layer_priors):
+        if (pruning := pruning_of(self.layer_priors[0])) is not None:
             raise ValueError(
-                f"prior {self.prior_name!r} drops tokens, and a {type(self).__name__} needs each patch in every frame"
+                f"prior {self.prior_name!r} {pruning[1].verb} tokens, and a {type(self).__name__} needs each patch in "
+                "every frame"
             )
 
 

@@ -300,9 +300,10 @@ class SparsePriorViTConfig(BaseConfig):
             raise ValueError(
                 f"prior: mixer {prior['mixer']['name']!r} has no pairs that position_embedding='rotary' turns"
             )
-        if pruning_of(prior) is not None:
+        if (pruning := pruning_of(prior)) is not None:
             raise ValueError(
-                f"prior {prior_name(prior)!r} drops tokens, and position_embedding='rotary' needs all of them in place"
+                f"prior {prior_name(prior)!r} {pruning[1].verb} tokens, and position_embedding='rotary' needs all of "
+                "them in place"
             )
 
 

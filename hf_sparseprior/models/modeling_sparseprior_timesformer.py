@@ -38,6 +38,7 @@ from hf_sparseprior.models.modeling_sparseprior_vit import (
     SparsePriorViTPreTrainedModel,
 )
 from hf_sparseprior.models.pretrained import check_saved_folder, copy_weights, load_whole_model, may_start_anew
+from hf_sparseprior.priors.token_pruning import ALL_TOKENS, Tokens
 
 
 class SparsePriorTimesformerEmbeddings(SparsePriorViTEmbeddings):
@@ -128,8 +129,8 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         grid: tuple[int, int],
         num_prefix_tokens: int,
         options: CallOptions = DEFAULT_OPTIONS,
-        *no_pruning: None,
-    ) -> tuple[Tensor, Tensor | None, None]:
+        *no_reduction: Any,
+    ) -> tuple[Tensor, Tensor | None, Tokens]:
         """A block.
 
         Args:
@@ -138,11 +139,11 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
             grid: (height, width) of a frame's patches.
             num_prefix_tokens: P.
             options: what is asked of attention.
-            no_pruning: the arguments of the image model's layers about dropped tokens.
+            no_reduction: the arguments of the image model's layers about dropped and merged tokens.
 
         Returns:
             The tokens, the weights of attention with the prior if they are wanted, (B * F, H, T, T) or of joint
-            attention (B, H, P + N * F, P + N * F), and None.
+            attention (B, H, P + N * F, P + N * F), and that all tokens are there.
         """
         if self.temporal_attention is None:
             return self.forward_whole(hidden_states, grid, num_prefix_tokens, options)
@@ -166,7 +167,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         else:
             out = self.mlp(normed, grid, num_prefix_tokens)
         branch = self.branch(out, self.layerscale_mlp)
-        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
+        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, ALL_TOKENS
 
     def forward_whole(
         self,
@@ -174,7 +175,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         grid: tuple[int, int],
         num_prefix_tokens: int,
         options: CallOptions,
-    ) -> tuple[Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tokens]:
         """A block without temporal attention; arguments and results are those of `forward`."""
         seen: tuple[int, ...] = grid
         if self.config.is_joint:
@@ -193,7 +194,7 @@ class SparsePriorTimesformerLayer(SparsePriorViTLayer):
         else:
             out = self.mlp(normed, grid, num_prefix_tokens)
         branch = self.branch(out, self.layerscale_mlp)
-        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, None
+        return torch.add(hidden_states, branch, alpha=self.residual_scale), weights, ALL_TOKENS
 
 
 def frames_of(tokens: Tensor, grid: tuple[int, int], num_prefix_tokens: int) -> int:

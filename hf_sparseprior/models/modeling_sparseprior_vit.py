@@ -51,12 +51,12 @@ from hf_sparseprior.models.feature_maps import FeatureBackbone, make_resampling,
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.layer import Biases, SparsePriorAttention
 from hf_sparseprior.priors.prior import pruning_of
-from hf_sparseprior.priors.token_pruning import EViT, TokenPruning, Tokens
+from hf_sparseprior.priors.token_pruning import ALL_TOKENS, TokenReduction, Tokens
 
 
 @dataclass
 class SparsePriorViTModelOutput(BaseModelOutputWithPooling):
-    """Output of `SparsePriorViTModel`: that of transformers and, if the prior prunes tokens, which tokens are left.
+    """Output of `SparsePriorViTModel`: that of transformers and, if the prior drops or merges tokens, which are left.
 
     token_ids: int64 (B, n), which patches of the grid the tokens of `last_hidden_state` after the prefix are, -1 for a
     token without a place in it; None: all patches. kept: (B, N), 1 for patches that are kept, 0 for patches that
@@ -208,10 +208,10 @@ class SparsePriorViTLayer(CheckpointedLayer):
         grid: tuple[int, int] | Packing,
         num_prefix_tokens: int,
         options: CallOptions = DEFAULT_OPTIONS,
-        token_ids: Tensor | None = None,
+        tokens: Tokens = ALL_TOKENS,
         kept: Tensor | None = None,
-        pruning: EViT | None = None,
-    ) -> tuple[Tensor, Any, Tensor | None]:
+        reduction: TokenReduction | None = None,
+    ) -> tuple[Tensor, Any, Tokens]:
         """A block.
 
         Args:
@@ -219,28 +219,30 @@ class SparsePriorViTLayer(CheckpointedLayer):
             grid: (height, width) of the patches, or the packing of images of several sizes.
             num_prefix_tokens: P.
             options: what is asked of attention.
-            token_ids, kept: as `token_ids` and `keep_mask` of `AttentionRequest`. Not in `options`, since checkpoints
-                with use_reentrant=True see tensors that are arguments alone, and `kept` has a gradient.
-            pruning: the module that drops tokens between attention and MLP.
+            tokens: which patches the tokens are.
+            kept: as `keep_mask` of `AttentionRequest`. Not in `options`, since checkpoints with use_reentrant=True see
+                tensors that are arguments alone, and `kept` has a gradient.
+            reduction: the module that drops or merges tokens between attention and MLP.
 
         Returns:
-            The tokens, the attention weights (B, H, T, T) if they are wanted, of a packing for each grid, and the
-            token_ids of the tokens that are left.
+            The tokens, the attention weights (B, H, T, T) if they are wanted, of a packing for each grid, and which
+            patches the tokens are.
         """
         output_attentions = options.output_attentions
-        if token_ids is not None or kept is not None:
-            options = options._replace(token_ids=token_ids, keep_mask=kept)
-        if pruning is not None:
-            options = options._replace(output_attentions=True, weight_rows=None if output_attentions else 1)
-        out, weights = self.attention(self.layernorm_before(hidden_states), grid, num_prefix_tokens, options)
+        if tokens.token_ids is not None or kept is not None:
+            options = tokens.options(options, kept)
+        if reduction is not None:
+            options = reduction.seen_by(options)
+        out, weights, *keys = self.attention(self.layernorm_before(hidden_states), grid, num_prefix_tokens, options)
         branch = self.branch(out, self.layerscale_attention, grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
-        if pruning is not None:
-            hidden_states, token_ids = pruning(hidden_states, weights[:, :, 0], token_ids, num_prefix_tokens)
+        if reduction is not None:
+            seen, number = keys[0] if keys else weights[:, :, 0], self.attention.layer_idx
+            hidden_states, tokens = reduction(number, hidden_states, tokens, seen, grid, num_prefix_tokens)
         out = self.mlp(self.layernorm_after(hidden_states), grid, num_prefix_tokens)
         branch = self.branch(out, self.layerscale_mlp, grid, num_prefix_tokens)
         hidden_states = torch.add(hidden_states, branch, alpha=self.residual_scale)
-        return hidden_states, weights if output_attentions else None, token_ids
+        return hidden_states, weights if output_attentions else None, tokens
 
     def branch(self, out: Tensor, scale: nn.Module, grid: Any = None, num_prefix_tokens: int = 0) -> Tensor:
         """What a residual branch adds, after dropout, LayerScale and stochastic depth; arguments as of `DropPath`."""
@@ -349,16 +351,13 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         if self.rotary_positions is not None:
             options = options._replace(rotations=self.rotations(hidden_states, grid, moves))
         for index, layer in enumerate(self.layers):
-            pruning = None
+            reduction = None
             if (module := self.active_pruning()) is not None:
                 hidden_states, tokens = module.before(index, hidden_states, tokens, grid, prefix)
-                pruning = module if module.within(index) else None
+                reduction = module if module.within(index, grid) else None
             if (kept := tokens.kept()) is not None:
                 kept = F.pad(kept, (prefix, 0), value=1.0)
-            hidden_states, weights, token_ids = layer(
-                hidden_states, grid, prefix, options, tokens.token_ids, kept, pruning
-            )
-            tokens = tokens._replace(token_ids=token_ids)
+            hidden_states, weights, tokens = layer(hidden_states, grid, prefix, options, tokens, kept, reduction)
             if output_hidden_states:
                 states.append(hidden_states if moves is None else moves.patches(hidden_states, back=True))
             if weights is not None:
@@ -407,9 +406,9 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         """Attention weights (B, H, T, T) of patches in the layout of the plan, in the order of the embedding."""
         return weights_from_layout(plan, weights)
 
-    def active_pruning(self) -> TokenPruning | None:
-        """The prior's token pruning; None if there is none."""
-        modules: list[TokenPruning] = list(self.token_pruning.values())  # type: ignore[arg-type]
+    def active_pruning(self) -> TokenReduction | None:
+        """The prior's token pruning or merging; None if there is none."""
+        modules: list[TokenReduction] = list(self.token_pruning.values())  # type: ignore[arg-type]
         return modules[0] if modules else None
 
     def forward(
@@ -431,8 +430,8 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             pixel_values: (B, channels, height, width), sides multiples of the patch size. Images of several sizes: a
                 list of them, or as `packing.read_images` says.
             output_attentions: also return the weights (B, H, T, T) of every layer.
-            output_hidden_states: also return the L + 1 hidden states (B, T, C). With token pruning T differs between
-                layers, in weights and hidden states.
+            output_hidden_states: also return the L + 1 hidden states (B, T, C). With token pruning or merging T differs
+                between layers, in weights and hidden states.
             return_dict: False for a tuple.
             keywords: of transformers' forwards, as in `check_keywords`.
             token_sources: int64 (B, N), the image of the batch that each patch is taken from (MixToken); None: its own.
@@ -441,11 +440,11 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
 
         Returns:
             last_hidden_state (B, T, C) after the last norm; pooler_output (B, C), the class token or the average of
-            the patch tokens (those that are kept), or (B, 2C), both of them. Of images of several sizes T is that of
-            the largest, the rest is 0, and `token_mask` says which tokens there are.
+            the patches (those that are kept), or (B, 2C), both of them. Of images of several sizes T is that of the
+            largest, the rest is 0, and `token_mask` says which tokens there are.
 
         Raises:
-            ValueError: for images that do not fit, and for several sizes with a prior that drops tokens.
+            ValueError: for images that do not fit, and for several sizes with a prior that drops or merges tokens.
         """
         output_attentions, output_hidden_states, return_dict = output_options(
             self.config, output_attentions, output_hidden_states, return_dict
@@ -464,10 +463,10 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         hidden_states, _, states, attentions, tokens = self.encode(
             cast(Tensor, pixel_values), output_attentions, output_hidden_states, token_sources, bool_masked_pos
         )
-        last, pruning = self.layernorm(hidden_states), self.active_pruning()
+        last, pruning, prefix = self.layernorm(hidden_states), self.active_pruning(), self.config.num_prefix_tokens
         output = SparsePriorViTModelOutput(
             last_hidden_state=last,
-            pooler_output=self.pool(last, tokens.kept()) if self.add_pooling_layer else None,
+            pooler_output=self.pool(last, tokens.pooling_weights(prefix)) if self.add_pooling_layer else None,
             hidden_states=states,
             attentions=attentions,
             token_ids=tokens.token_ids,
@@ -484,10 +483,10 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
         output_hidden_states: bool,
     ) -> SparsePriorViTModelOutput:
         """`forward` for images of several sizes, in one sequence."""
-        if self.active_pruning() is not None:
+        if (pruning := self.active_pruning()) is not None:
             raise ValueError(
-                f"prior {self.config.prior_name!r} drops tokens, as images of several sizes cannot; give images of one "
-                "size"
+                f"prior {self.config.prior_name!r} {pruning.verb} tokens, as images of several sizes cannot; give "
+                "images of one size"
             )
         config, prefix = self.config, self.config.num_prefix_tokens
         images, packing = read_images(pixel_values, config.num_channels, as_pair(config.patch_size), **sizes)
@@ -505,15 +504,15 @@ class SparsePriorViTModel(SparsePriorViTPreTrainedModel):
             token_mask=packing.token_mask(prefix, tokens.device),
         )
 
-    def pool(self, last_hidden_state: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Pool (B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C); means are over the patches in `kept`."""
+    def pool(self, last_hidden_state: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Pool (B, T, C) to (B, C) or, with "class_token_and_mean", (B, 2C); in means tokens have `weights` (B, n)."""
         class_token, patches = last_hidden_state[:, 0], last_hidden_state[:, self.config.num_prefix_tokens :]
         if self.config.pooling == "class_token":
             return class_token
-        if kept is None:
+        if weights is None:
             mean = patches.mean(1)
         else:
-            weights = kept.to(patches.dtype).unsqueeze(-1)
+            weights = weights.to(patches.dtype).unsqueeze(-1)
             mean = (patches * weights).sum(1) / weights.sum(1).clamp_min(1.0)
         return mean if self.config.pooling == "mean" else torch.cat([class_token, mean], 1)
 
@@ -634,14 +633,15 @@ class SparsePriorViTBackbone(FeatureBackbone, SparsePriorViTModel):
     Load weights with the class's own `from_pretrained`; `AutoBackbone.from_config` builds it from a config.
 
     Raises:
-        ValueError: for a prior that prunes tokens.
+        ValueError: for a prior that drops or merges tokens.
     """
 
     def __init__(self, config: SparsePriorViTConfig) -> None:
         super().__init__(config)
-        if any(pruning_of(prior) is not None for prior in config.layer_priors):
+        if (pruning := pruning_of(config.layer_priors[0])) is not None:
             raise ValueError(
-                f"prior {config.prior_name!r} drops tokens, and the feature maps of a backbone need all of them"
+                f"prior {config.prior_name!r} {pruning[1].verb} tokens, and the feature maps of a backbone need all of "
+                "them"
             )
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
         self.map_resampling = make_resampling(config, config.hidden_size)

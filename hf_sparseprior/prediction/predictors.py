@@ -269,7 +269,7 @@ def _patches(exported: Exportable, pixels: Tensor) -> Tensor:
     if (maps := output.get("feature_maps")) is not None:
         return maps[-1].flatten(2).transpose(1, 2)
     if output.get("token_ids") is not None:
-        raise ValueError(f"features='patches': {exported.title} drops patches, others for each image")
+        raise ValueError(f"features='patches': {exported.title} drops or merges patches, others for each image")
     states = output.last_hidden_state
     if states.ndim == 4:
         return states.flatten(2).transpose(1, 2)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,23 @@ class PriorAttention(nn.Module):
         self.prior = with_decay(self.prior, decay, time)
         self._set_time(time)
         self.decay_bias, self.decay_adapter = module, None
+
+    def with_pairs(self, prior: ResolvedPrior) -> Self:
+        """A layer with these weights and the support and predictor of another prior, to be tried in its place.
+
+        Args:
+            prior: resolved; its decay, mixer and extras are the layer's.
+        """
+        other = copy.copy(self)
+        for name in ("_modules", "_parameters", "_buffers"):  # which a copy would share
+            other.__dict__[name] = dict(self.__dict__[name])
+        other.prior, other._plans = prior, {}
+        if prior["predictor"] is not None:
+            other.predictor = make_module(prior["predictor"], PREDICTORS, self.num_heads, 0)  # type: ignore[assignment]
+        else:
+            other.predictor = None
+        other._set_time(self.time)
+        return other
 
     def active_decay(self) -> Decay | None:
         """The decay of the next forward: the prior's own, or that of the active adapter."""
@@ -311,7 +329,7 @@ class SparsePriorAttention(PriorAttention):
         num_prefix_tokens: int = 0,
         options: CallOptions = DEFAULT_OPTIONS,
         **others: Any,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Any, ...]:
         """Self-attention.
 
         Args:
@@ -324,7 +342,8 @@ class SparsePriorAttention(PriorAttention):
 
         Returns:
             As `hidden_states`, and the weights or None: (B, H, T, T), or (B, H, weight_rows, T) with `weight_rows`. Of
-            a packing they are a list, one for each grid.
+            a packing they are a list, one for each grid. With `mean_keys`, of images of one size, also (B, T, D), the
+            mean of the keys over the heads.
         """
         if others:
             options = CallOptions(**others)
@@ -337,7 +356,7 @@ class SparsePriorAttention(PriorAttention):
             if rotations is not None:
                 q, k = rotate(q, rotations[0]), rotate(k, rotations[0])
             out, weights = self._attend_heads(q, k, v, grid, num_prefix_tokens, options)
-            return self.o_proj(out), weights
+            return (self.o_proj(out), weights, k.mean(2)) if options.mean_keys else (self.o_proj(out), weights)
         outs, of_grids = [], []
         parts = zip(*(grid.parts(tokens, num_prefix_tokens) for tokens in (q, k, v)), grid.grids, strict=True)
         for number, (q, k, v, sides) in enumerate(parts):

@@ -49,7 +49,8 @@ from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
 from hf_sparseprior.priors.relative_position import RelativePosition  # noqa: F401  registers its kinds
 from hf_sparseprior.priors.sparsifiner import Sparsifiner  # noqa: F401  registers itself
 from hf_sparseprior.priors.sparsifiner_published import PublishedSparsifiner  # noqa: F401  registers itself
-from hf_sparseprior.priors.token_pruning import TokenPruning
+from hf_sparseprior.priors.token_merging import ToMe  # noqa: F401
+from hf_sparseprior.priors.token_pruning import TokenReduction
 
 # Names of a prior's modules in attention layers, MLPs and the model: decay, predictor, mixer, extras, count of draws.
 PRIOR_MODULES = frozenset(
@@ -296,25 +297,26 @@ def check_together(prior: ResolvedPrior) -> None:
             )
 
 
-def pruning_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[TokenPruning]] | None:
-    """Settings and class of the token pruning of a resolved prior, if it has one."""
+def pruning_of(prior: ResolvedPrior) -> tuple[Mapping[str, Any], type[TokenReduction]] | None:
+    """Settings and class of the token pruning or merging of a resolved prior, if it has one."""
     for extra in prior["extras"]:
         kind = EXTRAS[extra["name"]]
-        if issubclass(kind, TokenPruning):
+        if issubclass(kind, TokenReduction):
             return extra, kind
     return None
 
 
 def _check_pruning(prior: ResolvedPrior) -> None:
-    """Raise if token pruning comes with what needs every token, or with a second token pruning."""
+    """Raise if token pruning or merging comes with what needs every token, or with a second one."""
     if (pruning := pruning_of(prior)) is None:
         return
-    settings, _ = pruning
+    settings, kind = pruning
     name = settings["name"]
     if others := [extra["name"] for extra in prior["extras"] if extra["name"] != name]:
-        raise ValueError(f"prior: {name!r} drops tokens, which {', '.join(others)} cannot follow")
+        raise ValueError(f"prior: {name!r} {kind.verb} tokens, which {', '.join(others)} cannot follow")
     if prior["mixer"] != "softmax":
-        raise ValueError(f"prior: {name!r} drops tokens, which mixer {prior['mixer']['name']!r} cannot follow")
+        raise ValueError(f"prior: {name!r} {kind.verb} tokens, which mixer {prior['mixer']['name']!r} cannot follow")
+    kind.check_prior(settings, prior)
     predictor = prior["predictor"]
     if predictor is not None and settings.get("fuse") and PREDICTORS[predictor["name"]].by_place:
         raise ValueError(
@@ -372,9 +374,9 @@ def is_prior_weight(key: str) -> bool:
 def prior_pruning_ratio(prior: ResolvedPrior, key: LayerKey, num_prefix_tokens: int, head_dim: int) -> float:
     """Percentage of all pairs, prefix included, that are left out by the support or the predictor of a layer.
 
-    All heads of a layer have the same pairs in every layer. Pairs that token pruning drops are not included, because
-    they differ between layers (`analysis.flops` counts them). Mixers have no pairs. For them it is the percentage of
-    the multiply-adds of Q K^T and (softmax) V that they save.
+    All heads of a layer have the same pairs in every layer. Pairs of tokens that are dropped or merged are not
+    included, because they differ between layers (`analysis.flops` counts them). Mixers have no pairs. For them it is
+    the percentage of the multiply-adds of Q K^T and (softmax) V that they save.
     """
     if (entry := predictor_or_mixer(prior)) is not None:
         settings, kind = entry

@@ -1,4 +1,5 @@
-"""Token pruning: some blocks drop patches, and those after them work on the rest (Sparsifiner Table 1).
+"""Token reduction: some blocks drop or merge patches, and those after them work on the rest. Here is what all of them
+share, and token pruning (Sparsifiner Table 1); `token_merging` has the other.
 
 Blocks are counted from 1, as in the papers. Prefix tokens are never dropped.
 
@@ -18,26 +19,46 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_sparseprior.attention.key_selection import descending_places
+from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, python_value
 from hf_sparseprior.base.extras import Extra, register_extra
-from hf_sparseprior.base.resolved import Settings
+from hf_sparseprior.base.resolved import ResolvedPrior, Settings
 
 
 class Tokens(NamedTuple):
     """Which patches are left.
 
-    token_ids: int64 (B, n), each image's patches by their number in the grid, ascending, and then -1 for each token
-        without a place in it; None: all patches, in raster order.
+    token_ids: int64 (B, n), each image's patches by their number in the grid, and -1 for each token without a place in
+        it; None: all patches, in raster order.
     decisions: for each pruning so far (B, N), 1 for patches that are kept and 0 for patches that are masked, with a
         gradient. Empty if tokens are really removed.
+    sizes: (B, T), float32 at least, for how many patches each token stands, 1 for those of the prefix; None: for one
+        each.
     """
 
     token_ids: Tensor | None = None
     decisions: tuple[Tensor, ...] = ()
+    sizes: Tensor | None = None
 
     def kept(self) -> Tensor | None:
         """The last decision; None: every token that is left counts."""
         return self.decisions[-1] if self.decisions else None
+
+    def pooling_weights(self, num_prefix_tokens: int) -> Tensor | None:
+        """How much each token after the prefix counts in a mean, (B, n); None: all alike."""
+        return self.kept() if self.sizes is None else self.sizes[:, num_prefix_tokens:]
+
+    def options(self, options: CallOptions, kept: Tensor | None) -> CallOptions:
+        """What is asked of attention over these tokens; `kept` (B, T) is its `keep_mask`.
+
+        Tokens of several patches count as many times as these: proportional attention (Bolya et al. 2023, Eq. 1). Its
+        bias is one row for all queries, which torch's fused kernels take without a table of all pairs.
+        """
+        bias = None if self.sizes is None else self.sizes.log()[:, None, None, :]
+        return options._replace(token_ids=self.token_ids, keep_mask=kept, bias=bias)
+
+
+ALL_TOKENS = Tokens()
 
 
 def split_by_score(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -65,19 +86,86 @@ def all_ids(patches: Tensor) -> Tensor:
     return torch.arange(patches.shape[1], device=patches.device).expand(patches.shape[0], -1)
 
 
-class TokenPruning(Extra):
-    """Base of all token prunings. With keep rate 1 nothing is dropped.
+class TokenReduction(Extra):
+    """Base of all that leaves fewer tokens to later blocks.
 
-    keep_rate: above 0 and at most 1. layers: the pruning blocks, ascending; None: those at a quarter, half and three
-    quarters of the depth, 4, 7 and 10 of 12 as published.
+    verb: what it does with tokens, for error messages.
 
     Args:
         num_layers: number of layers of the model.
         hidden_size: C.
     """
 
-    SETTINGS: dict[str, Any] = {"keep_rate": 0.7, "layers": None}
     place = "model"
+    verb = "drops"
+
+    @classmethod
+    def check_prior(cls, settings: Mapping[str, Any], prior: ResolvedPrior) -> None:
+        """Raise ValueError for a component in another slot of the resolved prior that does not go with it."""
+
+    @classmethod
+    def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Tokens without the prefix in the attention and in the MLP of each block, for N patches."""
+        raise NotImplementedError
+
+    @classmethod
+    def choice_multiply_adds(
+        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_heads: int, num_tokens: int, prefix: int
+    ) -> dict[int, int]:
+        """Multiply-adds of the choice of tokens, by layer (from 0), in evaluation; only matrix products count."""
+        raise NotImplementedError
+
+    def before(
+        self, layer_idx: int, hidden_states: Tensor, tokens: Tokens, grid: tuple[int, int], num_prefix_tokens: int
+    ) -> tuple[Tensor, Tokens]:
+        """The input of block `layer_idx` (from 0), made from the output of the block before it."""
+        return hidden_states, tokens
+
+    def within(self, layer_idx: int, grid: tuple[int, int]) -> bool:
+        """Whether block `layer_idx` (from 0) calls this module between its attention and its MLP."""
+        return False
+
+    def seen_by(self, options: CallOptions) -> CallOptions:
+        """The options of the attention before such a call, which give what the call sees of it.
+
+        With `mean_keys` it sees these, otherwise the weights of the class token.
+        """
+        return options
+
+    def forward(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        tokens: Tokens,
+        seen: Tensor,
+        grid: tuple[int, int],
+        num_prefix_tokens: int,
+    ) -> tuple[Tensor, Tokens]:
+        """The tokens that are left, and which patches they are.
+
+        Args:
+            layer_idx: number of the block, from 0.
+            hidden_states: (B, T, C).
+            tokens: as it was.
+            seen: the weights of the class token (B, H, T), or the mean of the keys over the heads (B, T, D).
+            grid: (height, width) of the patches of the image.
+            num_prefix_tokens: P.
+        """
+        raise NotImplementedError
+
+    def auxiliary_losses(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Losses of a training step by name, weighted, from the tokens after the last block."""
+        return {}
+
+
+class TokenPruning(TokenReduction):
+    """Base of all token prunings. With keep rate 1 nothing is dropped.
+
+    keep_rate: above 0 and at most 1. layers: the pruning blocks, ascending; None: those at a quarter, half and three
+    quarters of the depth, 4, 7 and 10 of 12 as published.
+    """
+
+    SETTINGS: dict[str, Any] = {"keep_rate": 0.7, "layers": None}
 
     def __init__(self, num_layers: int, hidden_size: int, **settings: Any) -> None:
         super().__init__()
@@ -118,32 +206,6 @@ class TokenPruning(Extra):
         if settings["layers"] is not None:
             return list(settings["layers"])
         return sorted({1 + num_layers * quarter // 4 for quarter in (1, 2, 3)})
-
-    @classmethod
-    def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Tokens without the prefix in the attention and in the MLP of each block, for N patches."""
-        raise NotImplementedError
-
-    @classmethod
-    def pruning_multiply_adds(
-        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
-    ) -> dict[int, int]:
-        """Multiply-adds of the choice of tokens, by layer (from 0), in evaluation; only matrix products count."""
-        raise NotImplementedError
-
-    def before(
-        self, layer_idx: int, hidden_states: Tensor, tokens: Tokens, grid: tuple[int, int], num_prefix_tokens: int
-    ) -> tuple[Tensor, Tokens]:
-        """The input of block `layer_idx` (from 0), made from the output of the block before it."""
-        return hidden_states, tokens
-
-    def within(self, layer_idx: int) -> bool:
-        """Whether block `layer_idx` (from 0) calls this module between its attention and its MLP."""
-        return False
-
-    def auxiliary_losses(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Losses of a training step by name, weighted, from the tokens after the last block."""
-        return {}
 
 
 def _check_rate(name: str, keep_rate: Any) -> float:
@@ -189,7 +251,7 @@ class EViT(TokenPruning):
 
     @classmethod
     def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-        """As `TokenPruning`."""
+        """As `TokenReduction`."""
         blocks, present, sizes = cls.pruning_blocks(settings, num_layers), num_tokens, []
         for block in range(1, num_layers + 1):
             attended = present
@@ -199,45 +261,48 @@ class EViT(TokenPruning):
         return sizes
 
     @classmethod
-    def pruning_multiply_adds(
-        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+    def choice_multiply_adds(
+        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_heads: int, num_tokens: int, prefix: int
     ) -> dict[int, int]:
-        """As `TokenPruning`: the class token's logits, which are computed once more."""
+        """As `TokenReduction`: the class token's logits, which are computed once more."""
         if settings["keep_rate"] == 1.0:
             return {}
         sizes = cls.layer_tokens(settings, num_layers, num_tokens)
         layers = [block - 1 for block in cls.pruning_blocks(settings, num_layers)]
-        return {layer: (sizes[layer][0] + num_prefix_tokens) * width for layer in layers}
+        return {layer: (sizes[layer][0] + prefix) * width for layer in layers}
 
-    def within(self, layer_idx: int) -> bool:
-        """As `TokenPruning`."""
+    def within(self, layer_idx: int, grid: tuple[int, int]) -> bool:
+        """As `TokenReduction`."""
         return layer_idx + 1 in self.blocks and self.keep_rate < 1.0
 
-    def forward(
-        self, hidden_states: Tensor, class_attention: Tensor, token_ids: Tensor | None, num_prefix_tokens: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The tokens that are left, and which patches they are.
+    def seen_by(self, options: CallOptions) -> CallOptions:
+        """As `TokenReduction`: the weights of the class token, or all of them if they are wanted anyway."""
+        return options._replace(output_attentions=True, weight_rows=None if options.output_attentions else 1)
 
-        Args:
-            hidden_states: (B, T, C).
-            class_attention: (B, H, T), weights of the class token.
-            token_ids: (B, n), as in `Tokens`.
-            num_prefix_tokens: P.
-        """
+    def forward(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        tokens: Tokens,
+        seen: Tensor,
+        grid: tuple[int, int],
+        num_prefix_tokens: int,
+    ) -> tuple[Tensor, Tokens]:
+        """As `TokenReduction`."""
         prefix, others = hidden_states[:, :num_prefix_tokens], hidden_states[:, num_prefix_tokens:]
         present = operator.index(others.shape[1])
         count = self.count(self.keep_rate, present)
         if count == present:
-            return hidden_states, token_ids
-        scores = class_attention[..., num_prefix_tokens:].mean(1)
+            return hidden_states, tokens
+        scores = seen[..., num_prefix_tokens:].mean(1)
         kept, dropped = split_by_score(scores, count)
-        ids = (all_ids(others) if token_ids is None else token_ids).gather(1, kept)
+        ids = (all_ids(others) if tokens.token_ids is None else tokens.token_ids).gather(1, kept)
         parts = [prefix, gather_tokens(others, kept)]
         if self.fuse:
             factors = scores.gather(1, dropped).unsqueeze(-1).to(others.dtype)
             parts.append((gather_tokens(others, dropped) * factors).sum(1, keepdim=True))
             ids = F.pad(ids, (0, 1), value=-1)
-        return torch.cat(parts, 1), ids
+        return torch.cat(parts, 1), tokens._replace(token_ids=ids)
 
 
 class PredictionModule(nn.Module):
@@ -319,17 +384,17 @@ class DynamicViT(TokenPruning):
 
     @classmethod
     def layer_tokens(cls, settings: Mapping[str, Any], num_layers: int, num_tokens: int) -> list[tuple[int, int]]:
-        """As `TokenPruning`."""
+        """As `TokenReduction`."""
         blocks = cls.pruning_blocks(settings, num_layers)
         stages = [sum(block <= layer for block in blocks) for layer in range(1, num_layers + 1)]
         counts = [cls.count(settings["keep_rate"], stage, num_tokens) for stage in stages]
         return [(count, count) for count in counts]
 
     @classmethod
-    def pruning_multiply_adds(
-        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_tokens: int, num_prefix_tokens: int
+    def choice_multiply_adds(
+        cls, settings: Mapping[str, Any], num_layers: int, width: int, num_heads: int, num_tokens: int, prefix: int
     ) -> dict[int, int]:
-        """As `TokenPruning`: the linear layers of the prediction modules, over the patches before each pruning."""
+        """As `TokenReduction`: the linear layers of the prediction modules, over the patches before each pruning."""
         if settings["keep_rate"] == 1.0:
             return {}
         a_patch = cls.weights_of_prediction(width)
@@ -339,7 +404,7 @@ class DynamicViT(TokenPruning):
     def before(
         self, layer_idx: int, hidden_states: Tensor, tokens: Tokens, grid: tuple[int, int], num_prefix_tokens: int
     ) -> tuple[Tensor, Tokens]:
-        """As `TokenPruning`."""
+        """As `TokenReduction`."""
         if layer_idx + 1 not in self.blocks or self.keep_rate == 1.0:
             return hidden_states, tokens
         stage = self.blocks.index(layer_idx + 1)
@@ -356,7 +421,7 @@ class DynamicViT(TokenPruning):
         return torch.cat([hidden_states[:, :num_prefix_tokens], gather_tokens(patches, kept)], 1), Tokens(ids)
 
     def auxiliary_losses(self, tokens: Tokens) -> dict[str, Tensor]:
-        """As `TokenPruning`: {"keep_ratio": ...} in training."""
+        """As `TokenReduction`: {"keep_ratio": ...} in training."""
         if not tokens.decisions:
             return {}
         errors = [

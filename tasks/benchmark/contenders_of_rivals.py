@@ -27,7 +27,7 @@ from tasks.benchmark.commands import DENSE
 from tasks.benchmark.model_contenders import preset_config
 from tasks.benchmark.plain_attention import plain_attention
 from tasks.benchmark.timing import Call, SetUp
-from tasks.benchmark.token_merging import MergedViT, merges_of_layers
+from tasks.benchmark.token_merging import PlainMerging
 
 FIBOTTENTION = "fibottention"
 INSTALL = "make benchmark"
@@ -157,9 +157,15 @@ def encodes_windows(problem: Problem) -> nn.Module:
     return encodes(problem, problem.window())
 
 
+def merging_prior(keep: float) -> dict[str, Any]:
+    """Token merging that leaves this share of the patches."""
+    return {"extras": [{"name": "tome", "keep": keep}]}
+
+
 def merges(problem: Problem, keep: float, plain: bool = False) -> nn.Module:
-    """Our model with merging."""
-    return MergedViT(problem.encoder(DENSE), keep, plain)
+    """Our model with merging, or the same written out."""
+    model = problem.encoder(merging_prior(keep))
+    return Tokens(PlainMerging(model) if plain else model)
 
 
 def plainly(problem: Problem, make: Callable[[Problem], nn.Module]) -> Tensor:
@@ -289,10 +295,10 @@ def check_problem(model: str, pixels: int, rivals: list[str]) -> None:
     family = preset_family(model)
     if family.name != "sparseprior_vit":
         raise ValueError(f"--models {model}: token merging is written for ViT, not for {family.title}")
-    config = preset_config(model, pixels, FIBOTTENTION)
+    preset_config(model, pixels, FIBOTTENTION)
     for name in rivals:
         if name.startswith("tome"):
-            merges_of_layers(int(name.rpartition("_")[2]) / 100, config.grid[0] * config.grid[1], len(config.layers))
+            preset_config(model, pixels, merging_prior(int(name.rpartition("_")[2]) / 100))
 
 
 def as_tokens(output: Any) -> Tensor:

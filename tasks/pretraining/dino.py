@@ -81,7 +81,7 @@ class Dino(nn.Module):
         backbone: a model of ours for images; `pooler_output` is what it learns. config: DINO's settings.
 
     Raises:
-        ValueError: for a prior that drops tokens, or whose keys a predictor of its own loss chooses.
+        ValueError: for a prior that drops or merges tokens, or whose keys a predictor of its own loss chooses.
     """
 
     def __init__(self, backbone: Any, config: DinoConfig) -> None:
@@ -89,8 +89,8 @@ class Dino(nn.Module):
         for prior in backbone.config.layer_priors:
             if pruning_of(prior) is not None or has_unlearned_predictor(backbone):
                 raise ValueError(
-                    f"model.prior={backbone.config.prior_name!r} has losses of its own, which DINO does not have; "
-                    "pretrain without and add it afterwards"
+                    f"model.prior={backbone.config.prior_name!r} leaves out tokens or has losses of its own, which "
+                    "DINO does not know; pretrain without and add it afterwards"
                 )
         self.settings = config
         self.student = Branch(backbone, DinoHead(backbone.config.pooled_size, config))

@@ -91,9 +91,12 @@ PAIRLESS = "its weights of pairs are worked out for `output_attentions` alone; t
 CANNOT_APPLY = {
     ("linformer", "test_retain_grad_hidden_states_attentions"): PAIRLESS,
     ("efficient", "test_retain_grad_hidden_states_attentions"): PAIRLESS,
-    ("dynamicvit", "test_attention_outputs"): "layers after the first have the tokens that are left",
+    **{
+        (name, "test_attention_outputs"): "layers after the first have the tokens that are left"
+        for name in ("dynamicvit", "tome")
+    },
 }
-DROPS_TOKENS = ("evit", "dynamicvit")  # feature maps need all of them: backbones refuse these by name
+DROPS_TOKENS = ("evit", "dynamicvit", "tome")  # feature maps need all of them: backbones refuse these by name
 
 
 class ModelTests(test_modeling_common.ModelTesterMixin):

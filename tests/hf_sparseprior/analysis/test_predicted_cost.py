@@ -72,7 +72,7 @@ def test_seconds_follow_the_layers(monkeypatch):
         def __call__(self):
             return None
 
-    monkeypatch.setattr(predicted_cost, "_rounds", rounds)
+    monkeypatch.setattr(predicted_cost, "interleaved_rounds", rounds)
     monkeypatch.setattr(predicted_cost, "call_of", lambda config, twin, *rest: Call(twin.changes["depths"]))
     monkeypatch.setattr(predicted_cost, "traced_bytes", lambda call, device: (100 + sum(call.depths), 0))
     [cost] = predicted_cost.predicted_costs(config, 1, CPU, passes=("forward",)).values()
@@ -84,7 +84,7 @@ def test_noise_does_not_make_the_whole_cheaper_than_a_part(monkeypatch):
 
     config = preset_family("vit_tiny").make_config("vit_tiny", num_labels=3, **SMALL["vit_tiny"])
     # Two more layers seem to take less time than none; in the third round, 0.5 a layer.
-    monkeypatch.setattr(predicted_cost, "_rounds", lambda *given: [[2.0, 1.0], [3.0, 0.5], [1.0, 2.0]])
+    monkeypatch.setattr(predicted_cost, "interleaved_rounds", lambda *given: [[2.0, 1.0], [3.0, 0.5], [1.0, 2.0]])
     [cost] = predicted_cost.predicted_costs(config, 1, CPU, passes=("forward",)).values()
     assert config.num_hidden_layers == 12
     assert (cost.lower, cost.seconds, cost.upper) == (2.5, 3.0, 4.5)  # quartiles of 2, 3 and 1 + 10 * 0.5

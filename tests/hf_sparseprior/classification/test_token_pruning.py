@@ -13,6 +13,7 @@ from tests.each import each
 
 TABLE = "experiments/sparsifiner_table1.yaml#full"
 METHODS = {"evit": "evit", "dynamicvit": "dynamicvit", "sparsif-evit": "evit", "sparsifiner": "dynamicvit"}
+MERGES = "classification/token_pruning.yaml#tome"
 DEIT = [f"{TABLE}-{method}_{rate}" for method in METHODS for rate in (0.7, 0.5)]
 LVVIT = [f"{TABLE}-{method}-lv_{rate}" for method in ("evit", "dynamicvit") for rate in (0.7, 0.5)]
 SMALL = [f"classification/token_pruning.yaml#{method}" for method in ("evit", "dynamicvit")]
@@ -50,6 +51,12 @@ def test_shipped_configurations_build_models_that_prune(name):
     assert sparse is None or (sparse["name"], sparse["keep_rate"]) == ("sparsifiner", 0.25)
 
 
+def test_the_shipped_configuration_builds_a_model_that_merges():
+    config = load_config(shipped.path(MERGES))
+    (extra,) = built(config).config.prior["extras"]
+    assert (extra["name"], extra["keep"]) == ("tome", 0.5) and not config["distillation"].get("teacher")
+
+
 def test_recipes_are_those_of_the_published_scripts():
     evit, dynamicvit = (load_config(shipped.path(f"{TABLE}-{name}_0.7")) for name in ("evit", "dynamicvit"))
     named = ("num_train_epochs", "learning_rate", "per_device_train_batch_size", "weight_decay")
@@ -70,10 +77,11 @@ TINY = [
 def test_a_run_from_a_dense_model_with_a_teacher(tmp_path):
     dense = tmp_path / "dense"
     run(load_config(shipped.path("classification/digits.yaml#dense"), [*TINY, f"trainer.output_dir={dense}"]))
-    out = tmp_path / "dynamicvit"
-    options = [*TINY, f"model.pretrained={dense}/model", f"trainer.output_dir={out}"]
-    run(load_config(shipped.path("classification/token_pruning.yaml#dynamicvit"), options))
-    results = json.loads((out / "results.json").read_text())
-    assert results["prior"] == "dynamicvit"
+    for name in ("tome", "dynamicvit"):
+        out = tmp_path / name
+        options = [*TINY, f"model.pretrained={dense}/model", f"trainer.output_dir={out}"]
+        run(load_config(shipped.path(f"classification/token_pruning.yaml#{name}"), options))
+        results = json.loads((out / "results.json").read_text())
+        assert results["prior"] == name
     logged = [entry for entry in results["history"] if "loss" in entry]
     assert logged and all({"loss_keep_ratio", "loss_token", "loss_class"} <= set(entry) for entry in logged)

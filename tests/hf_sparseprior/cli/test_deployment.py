@@ -45,7 +45,7 @@ PRIOR = "fibottention+violin"
 # A grid of 4x4, so that supports have something to leave out, and a second layer for what is left of the tokens.
 LARGER = {"image_size": 16, "num_hidden_layers": 2}
 SHALLOW = {"image_size": 16}
-PRUNES = ("evit", "dynamicvit", "pruned fibottention", "predicted for fewer")
+PRUNES = ("evit", "dynamicvit", "tome", "pruned fibottention", "predicted for fewer")
 CLIPS = {"image_size": 12, "num_frames": 3, "time_initializer_range": 0.5}
 
 # Priors of a ViT besides every registered name alone.
@@ -93,6 +93,7 @@ MODELS = {
     "Swin, shifted": ("sparseprior_swin", "classifier", {"prior": PRIOR, "depths": [2, 2]}),
     "Swin, shifted along": ("sparseprior_swin", "classifier",
                             {"prior": {"support": {"name": "window", "w": 1, "order": "hilbert"}}, "depths": [2, 2]}),
+    "merged tokens": ("sparseprior_vit", "base", {"prior": "tome", "pooling": "mean", **LARGER}),
 }  # fmt: skip
 FILES = ("torch", "onnx", "openvino")  # test_packages.py has AOTInductor's, which take half a minute each
 QUICK = {
@@ -102,7 +103,7 @@ QUICK = {
 # Priors with operations of their own. Every program must have all of these. Other priors take one of the programs.
 OWN = (
     *("topk", "sparsifiner_published", "linformer", "learned_order", "irpe_qkv", "transformer_xl", "dynamicvit"),
-    *("predicted for fewer", "several extras", "dense"),
+    *("tome", "predicted for fewer", "several extras", "dense"),
 )
 # Graphs of these are those of others: with another mask of pairs, a part of one of OWN, or exported below.
 ALIKE = (

@@ -103,7 +103,9 @@ def test_written_out_attention_too():
 def test_priors_that_do_not_take_several_sizes_are_refused_by_name():
     assert PRUNING
     for name in PRUNING:
-        with pytest.raises(ValueError, match=f"prior '{name}' drops tokens, as images of several sizes cannot"):
+        with pytest.raises(
+            ValueError, match=f"prior '{name}' (drops|merges) tokens, as images of several sizes cannot"
+        ):
             make(name)(images())
     with pytest.raises(ValueError, match="token_sources and bool_masked_pos are of images of one size"):
         make()(images(), token_sources=torch.zeros(6, 64, dtype=torch.int64))

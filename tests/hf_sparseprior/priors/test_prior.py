@@ -70,7 +70,7 @@ def test_a_resolved_prior_is_a_fixed_point_and_survives_json(support, decay):
     assert resolve_prior(joined(support, decay), 4, GRID) == kept
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", [name for name in EXTRAS if name != "tome"])  # it needs dense attention
 def test_extras_stand_beside_support_and_decay(name):
     prior = resolve_prior(f"{name}+fibottention+violin", 4, GRID)
     assert [extra["name"] for extra in prior["extras"]] == [name]

@@ -292,7 +292,7 @@ def test_a_model_of_the_hub_brings_its_code(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_kind_of_prior_comes_back_by_remote_code(tmp_path):
-    names = [*SHIPPED_SUPPORTS, *PREDICTORS, *MIXERS, "fibottention+evit", "sparsifiner+dynamicvit"]
+    names = [*SHIPPED_SUPPORTS, *PREDICTORS, *MIXERS, "fibottention+evit", "sparsifiner+dynamicvit", "tome"]
     decay = {"name": "learned_order", "placement": "multiply_after"}
     extras = {"decay": decay, "extras": [name for name in EXTRAS if EXTRAS[name].place != "model"]}
     priors = {name: name for name in names} | {"extras": extras}

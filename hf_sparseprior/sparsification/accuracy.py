@@ -1,0 +1,51 @@
+"""How good models are on the test images, all on the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from hf_sparseprior.runs.tables import wilson_interval
+from hf_sparseprior.sparsification.data import Images
+from hf_sparseprior.sparsification.subject import CHANGE, Subject
+
+ACCURACY, AGREEMENT = "accuracy", "agreement with the dense model's top class"
+BATCH = 16
+
+
+def measure_name(subject: Subject, images: Images) -> str:
+    """What is measured."""
+    if not subject.classifies:
+        return CHANGE
+    return AGREEMENT if images.labels is None else ACCURACY
+
+
+@torch.no_grad()
+def measured(
+    subject: Subject, images: Images, test: list[int], models: Mapping[str, Callable[[Tensor], Tensor]]
+) -> dict[str, tuple[float, float, float]]:
+    """Mean and 95 % interval of what `measure_name` says, of each model, which maps images to outputs."""
+    values: dict[str, list[float]] = {name: [] for name in models}
+    for numbers in images.batches(test, BATCH):
+        pixels = images.pixels(numbers)
+        dense = subject.outputs(pixels, subject.dense)
+        classes = dense.argmax(-1) if subject.classifies else None
+        if classes is not None and images.labels is not None:
+            classes = torch.tensor([images.labels[number] for number in numbers], device=classes.device)
+        for name, run in models.items():
+            outputs = run(pixels)
+            results = subject.loss(outputs, dense) if classes is None else outputs.argmax(-1) == classes
+            values[name] += results.double().tolist()
+    return {name: _interval(results, subject.classifies) for name, results in values.items()}
+
+
+def _interval(values: list[float], are_shares: bool) -> tuple[float, float, float]:
+    mean = sum(values) / len(values)
+    if are_shares:
+        return (mean, *wilson_interval(round(sum(values)), len(values)))
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+    half = 1.96 * deviation / math.sqrt(len(values))
+    return mean, max(0.0, mean - half), mean + half

@@ -1,0 +1,135 @@
+"""What else takes the time of a choice: one candidate in all layers, or the dense model on smaller images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.cli.exportable import vision_config
+from hf_sparseprior.models.base_config import as_pair
+from hf_sparseprior.sparsification.choice import DENSE
+from hf_sparseprior.sparsification.search import MET, Search
+
+Forward = Callable[[Tensor], Tensor]
+STEPS = 20  # of the share of patches that token merging leaves
+
+
+def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], float] | str:
+    """The candidate that has the least loss in all layers that can have it and save time by it, within the budget.
+
+    Returns:
+        Its name, the choice and the share of the time; or why there is none.
+    """
+    choices = []
+    for candidate in range(1, len(search.candidates) + 1):
+        choice = tuple(candidate if saved[candidate] > 0 else DENSE for saved in search.table)
+        predicted = 1 - search.gain * sum(saved[one] for saved, one in zip(search.table, choice, strict=True))
+        if any(choice) and predicted <= budget:
+            choices.append((search.loss(choice), candidate, choice))
+    for _, candidate, choice in sorted(choices):
+        if (share := search.share(choice, "uniform")) <= MET * budget:
+            return search.candidates[candidate - 1].name, choice, share
+    return "no candidate in all layers meets the budget"
+
+
+def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float, Forward] | str:
+    """The largest size at which the dense model takes no more than a share of its time.
+
+    Returns:
+        (height, width), its share of the time, and the model for images of the full size, which it resizes; or why
+        there is none.
+    """
+    subject, settings = search.subject, search.settings
+    full, patch = subject.sides, _patch(search)
+    steps = min(side // size for side, size in zip(full, patch, strict=True))
+
+    if subject.windows and not subject.ours:  # transformers' Swin keeps the window that a small image makes it take
+        return "its windows would follow the smaller images, and stay so"
+
+    def sides(step: int) -> tuple[int, int]:
+        high, wide = (max(1, round(side / size * step / steps)) * size for side, size in zip(full, patch, strict=True))
+        return high, wide
+
+    def run(step: int) -> Forward:
+        return lambda pixels: subject.outputs(_resized(pixels, sides(step)), subject.dense)
+
+    def share_of(step: int) -> float:
+        size, pixels = "x".join(map(str, sides(step))), subject.images(settings.batch)
+        small = _resized(pixels, sides(step))
+
+        def measure() -> float:
+            return search.ratio(f"resolution {size}", lambda: subject.outputs(small, subject.dense))
+
+        return search.plan.value(f"share of {size} pixels", measure)
+
+    def why_not(step: int) -> str | None:
+        try:
+            with torch.no_grad():
+                run(step)(subject.images(1))
+        except (ValueError, RuntimeError, AssertionError) as error:
+            return (str(error).splitlines() or [type(error).__name__])[0]
+        return None
+
+    if steps < 2 or (reason := why_not(steps - 1)) is not None:
+        return f"the model takes images of {full[0]}x{full[1]} pixels alone" + (f" ({reason:.80})" if steps > 1 else "")
+    step = largest_step(steps, lambda step: why_not(step) is not None or share_of(step) <= share)
+    if not step or why_not(step) is not None:
+        return "no smaller image takes so little time"
+    return sides(step), share_of(step), run(step)
+
+
+def token_merging(search: Search, share: float) -> tuple[float, float, Forward] | str:
+    """The dense model that merges similar patches, as few as it may to take no more than a share of its time.
+
+    Returns:
+        The share of the patches that is left after the last block, its share of the time, and the model; or why there
+        is none.
+    """
+    subject, settings = search.subject, search.settings
+
+    def share_of(step: int) -> float:
+        def measure() -> float:
+            pixels, model = subject.images(settings.batch), subject.merging(step / STEPS)
+            return search.ratio(f"merging {step / STEPS:g}", lambda: subject.outputs(pixels, model))
+
+        return search.plan.value(f"share of merging {step / STEPS:g}", measure)
+
+    def is_fast(step: int) -> bool:
+        try:
+            return share_of(step) <= share
+        except ValueError:  # a block cannot merge so many
+            return True
+
+    try:
+        subject.merging((STEPS - 1) / STEPS)
+        step = largest_step(STEPS, is_fast) or 1
+        model = subject.merging(step / STEPS)
+    except ValueError as error:
+        return str(error)
+    if (taken := share_of(step)) > share:
+        return "it does not take so little time"
+    return step / STEPS, taken, lambda pixels: subject.outputs(pixels, model)
+
+
+def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:
+    """The largest step below `steps` that is fast, of times that rise with the step; 0: none is."""
+    low, high = 0, steps
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_fast(middle) else (low, middle)
+    return low
+
+
+def _patch(search: Search) -> tuple[int, int]:
+    """(height, width) that sides of images are multiples of."""
+    size = getattr(vision_config(search.subject.dense), "patch_size", None)
+    return as_pair(patch_projection(search.subject.dense).stride if size is None else size)
+
+
+def _resized(pixels: Tensor, sides: tuple[int, int]) -> Tensor:
+    """Images (B, channels, height, width) of another size."""
+    return F.interpolate(pixels, sides, mode="bilinear", antialias=True, align_corners=False)

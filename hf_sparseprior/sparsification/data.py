@@ -1,0 +1,154 @@
+"""Images for the search, for recovery and for the test: three parts that share none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_sparseprior.base.files import missing_path
+from hf_sparseprior.cli.image_files import PassedOver, as_text, images_below, is_hidden
+from hf_sparseprior.cli.labelled_images import read_image
+
+TRAIN, TEST = "train", "test"  # folders that a split may come in
+
+
+@dataclass
+class Images:
+    """Images as a model takes them.
+
+    read: the pixels of one, float32 (channels, height, width), by its number. labels: class numbers; None: not known.
+    test: numbers of those that are the test's, where the data says so.
+    """
+
+    count: int
+    read: Callable[[int], Tensor]
+    labels: list[int] | None = None
+    test: list[int] | None = None
+
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
+        """Images (B, channels, height, width)."""
+        return torch.stack([self.read(number) for number in numbers])
+
+    def batches(self, numbers: Sequence[int], size: int) -> list[list[int]]:
+        """Numbers, so many at once."""
+        return [list(numbers[first : first + size]) for first in range(0, len(numbers), size)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Numbers of the images of each part, which have none in common."""
+
+    calibration: list[int]
+    recovery: list[int]
+    test: list[int]
+
+
+def split(images: Images, calibration: int, test: int, seed: int) -> Parts:
+    """Draw the parts: for the test half of the images or those that the data names, for calibration at most half of
+    the others, the rest for recovery.
+
+    Args:
+        calibration, test: how many at most.
+
+    Raises:
+        ValueError: for fewer than 4 images.
+    """
+    if images.count < 4:
+        raise ValueError(f"{images.count} images cannot be divided; give 4 or more, some hundred for a useful test")
+    numbers = list(range(images.count))
+    random.Random(seed).shuffle(numbers)
+    if images.test is None:
+        others, tested = numbers[: images.count // 2], numbers[images.count // 2 :]
+    else:
+        named = set(images.test)
+        others, tested = [n for n in numbers if n not in named], [n for n in numbers if n in named]
+    if not others or not tested:
+        raise ValueError(f"{TRAIN} and {TEST} must both have images; they have {len(others)} and {len(tested)}")
+    seen = min(calibration, max(1, len(others) // 2))
+    return Parts(others[:seen], others[seen:], tested[:test])
+
+
+def read_images(
+    given: Any,
+    labels: Sequence[int] | None,
+    classes: Sequence[str] | None,
+    prepare: Callable[[Any], Tensor],
+    processor: Any,
+    shape: tuple[int, int, int],
+) -> Images:
+    """What a user gave as images.
+
+    Args:
+        given: a tensor (N, channels, height, width) as the model takes it, a list of Pillow's images, or a folder: of
+            images, of a folder of images for each class, or of `train` and `test` with these.
+        labels: class numbers of a tensor's or a list's images.
+        classes: names of the model's classes; None: it has none.
+        prepare: Pillow's image -> (channels, height, width).
+        processor: says how files are decoded. shape: (channels, height, width) of the model's images.
+
+    Raises:
+        OSError: for a folder that is missing or empty. ValueError: for what is none of these.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        if labels is not None:
+            raise ValueError("labels= is for a tensor or a list of images; a folder has a folder for each class")
+        return _of_folder(Path(given), classes, lambda file: prepare(read_image(file, processor, shape[0])))
+    if isinstance(given, Tensor):
+        if given.ndim != 4 or tuple(given.shape[1:]) != shape:
+            raise ValueError(f"images of shape {tuple(given.shape)} must be (N, {', '.join(map(str, shape))})")
+        tensor = given.detach().float().cpu()
+        images = Images(len(tensor), tensor.__getitem__)
+    elif isinstance(given, Sequence) and all(hasattr(image, "convert") for image in given):
+        images = Images(len(given), lambda number: prepare(given[number]))
+    else:
+        raise ValueError(f"images={given!r:.60} must be a tensor, a list of Pillow's images, or a folder")
+    if labels is not None:
+        images.labels = [int(label) for label in labels]
+        most = len(classes) if classes is not None else 0
+        if len(images.labels) != images.count or not all(0 <= label < most for label in images.labels):
+            raise ValueError(f"labels= must be {images.count} class numbers below {most}")
+    return images
+
+
+def _of_folder(folder: Path, classes: Sequence[str] | None, read: Callable[[Path], Tensor]) -> Images:
+    if not folder.is_dir():
+        raise OSError(missing_path(folder, "give a folder of images"))
+    divided = all((folder / name).is_dir() for name in (TRAIN, TEST))
+    homes = [folder / name for name in (TRAIN, TEST)] if divided else [folder]
+    passed_over = PassedOver()
+    parts = [[Path(path) for path in sorted(images_below(home, passed_over))] for home in homes]
+    files = [file for part in parts for file in part]
+    if (line := passed_over.line()) is not None:
+        print(line, flush=True)
+    if not files:
+        raise OSError(f"{folder} holds no image")
+    labels = [_label(file, home, classes) for home, part in zip(homes, parts, strict=True) for file in part]
+    images = Images(len(files), lambda number: read(files[number]))
+    known = [label for label in labels if label is not None]
+    if len(known) == len(labels):
+        images.labels = known
+    elif known:
+        odd = files[labels.index(None)]
+        raise ValueError(f"{odd} lies in no folder of a class of the model, and other images do")
+    if divided:
+        images.test = list(range(len(parts[0]), len(files)))
+    return images
+
+
+def _label(file: Path, home: Path, classes: Sequence[str] | None) -> int | None:
+    """The class whose name the folder has in which a file lies; None: it has no class's name."""
+    first = as_text(file.relative_to(home).parts[0])
+    return classes.index(first) if classes is not None and not is_hidden(first) and first in classes else None
+
+
+def digest(pixels: Tensor) -> str:
+    """SHA-256 of images, by which a search knows them again."""
+    return hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()

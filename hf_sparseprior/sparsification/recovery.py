@@ -1,0 +1,173 @@
+"""Recovery: the changed model learns from the dense one for some minutes, on images without labels."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparseprior.adapters.lora import lora_config
+from hf_sparseprior.base.files import replace_durably
+from hf_sparseprior.sparsification.data import Images
+from hf_sparseprior.sparsification.sensitivity import tokens_of
+from hf_sparseprior.sparsification.settings import Settings
+from hf_sparseprior.sparsification.subject import TINY, Subject
+
+STATE = "recovery.pt"
+BATCH = 16
+RATES = {"full": 3e-5, "lora": 5e-4}
+WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
+SAVED_EVERY = 60.0  # seconds
+SAID_EVERY = 20.0
+
+
+class Recovery:
+    """The training of a model that was made sparse.
+
+    Its loss is that of the search (`Subject.loss`) and, with the same weight, the relative change of the square of the
+    last block's tokens. The rate falls as half a cosine over the minutes, which are those of training alone; images are
+    mirrored at random.
+
+    Args:
+        model: changed in place.
+        numbers: of the images that are seen.
+        folder: gets the state each minute, and training goes on from it; None: nothing is written.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: Any,
+        images: Images,
+        numbers: Sequence[int],
+        settings: Settings,
+        folder: Path | None,
+    ) -> None:
+        self.subject, self.images, self.numbers, self.settings = subject, images, list(numbers), settings
+        names = {module: name for name, module in subject.model.named_modules()}
+        last = names[subject.layers[-1].block]
+        self.blocks = [subject.dense.get_submodule(last), model.get_submodule(last)]
+        self.model = model.requires_grad_(settings.tuning == "full")
+        if settings.tuning == "lora":
+            from peft import get_peft_model
+
+            torch.manual_seed(settings.seed)
+            self.model = get_peft_model(model, lora_config(model))
+        self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.rate = settings.learning_rate or RATES[settings.tuning]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=self.rate, weight_decay=WEIGHT_DECAY)
+        self.path = None if folder is None else folder / STATE
+        self.spent, self.steps = 0.0, 0
+        if self.path is not None and self.path.is_file():
+            self._load(self.path)
+
+    def run(self, say: Callable[[str], None]) -> Any:
+        """Train for what is left of the minutes. Returns the model, with the updates of LoRA in its weights.
+
+        Raises:
+            ValueError: for a loss that is not finite.
+        """
+        total, saved, said = 60 * self.settings.minutes, self.spent, -math.inf
+        self.model.train()
+        try:
+            while self.spent < total:
+                start = clock()
+                loss = self._step(self.spent / total)
+                self.spent += clock() - start
+                self.steps += 1
+                if self.spent - said >= SAID_EVERY:
+                    said = self.spent
+                    say(
+                        f"recovery: {self.spent / 60:.1f} of {total / 60:g} minutes, step {self.steps}, loss {loss:.4g}"
+                    )
+                if self.spent - saved >= SAVED_EVERY:
+                    saved = self.spent
+                    self._save()
+        except KeyboardInterrupt:
+            self._save()
+            raise
+        self._save()
+        model = self.model.merge_and_unload() if self.settings.tuning == "lora" else self.model
+        return model.eval().requires_grad_(False)
+
+    def _step(self, progress: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * 0.5 * (1 + math.cos(math.pi * progress))
+        pixels = self._batch()
+        with _tokens(self.blocks) as (dense_tokens, tokens):
+            with torch.no_grad():
+                dense = self.subject.outputs(pixels, self.subject.dense)
+            outputs = self.subject.outputs(pixels, self.model)
+            teacher, student = dense_tokens[-1], tokens[-1]
+            change = (student - teacher).square().sum() / teacher.square().sum().clamp_min(TINY)
+        loss = self.subject.loss(outputs, dense).mean() + change
+        if not math.isfinite(value := float(loss.detach())):
+            raise ValueError(f"recovery: the loss of step {self.steps + 1} is {value}; lower learning_rate={self.rate}")
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.weights, LARGEST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+    def _batch(self) -> Tensor:
+        """The images of a step, the same whenever training went on."""
+        size = min(BATCH, len(self.numbers))
+        epoch, place = divmod(self.steps, len(self.numbers) // size)
+        order = random.Random(f"{self.settings.seed} {epoch}").sample(self.numbers, len(self.numbers))
+        pixels = self.images.pixels(order[place * size : (place + 1) * size])
+        mirrored = random.Random(f"{self.settings.seed} {epoch} {place}")
+        return torch.stack([image.flip(-1) if mirrored.random() < 0.5 else image for image in pixels])
+
+    def _save(self) -> None:
+        if self.path is None:
+            return
+        state = {
+            "settings": self._settings(),
+            "weights": [weight.detach() for weight in self.weights],
+            "optimizer": self.optimizer.state_dict(),
+            "spent": self.spent,
+            "steps": self.steps,
+        }
+        scratch = self.path.with_name(f"{STATE}.partial")
+        torch.save(state, scratch)
+        replace_durably(scratch, self.path)
+
+    def _settings(self) -> list[Any]:
+        layers = [weight.shape for weight in self.weights]
+        return [self.settings.tuning, self.rate, self.settings.seed, len(self.numbers), len(layers)]
+
+    def _load(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location=self.subject.device, weights_only=True)
+        except Exception as error:  # of zip files, of pickles
+            raise OSError(f"{path} is damaged ({str(error).splitlines()[0]:.80}); remove it") from None
+        if state["settings"] != self._settings():
+            raise ValueError(f"{path} is of other settings of recovery; remove it, or choose another folder")
+        with torch.no_grad():
+            for weight, value in zip(self.weights, state["weights"], strict=True):
+                weight.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.spent, self.steps = state["spent"], state["steps"]
+
+
+@contextmanager
+def _tokens(blocks: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
+    """Inside the block what these modules give is collected, for each of them."""
+    seen: list[list[Tensor]] = [[] for _ in blocks]
+
+    def hook(collected: list[Tensor]) -> Callable[..., None]:
+        return lambda module, args, output: collected.append(tokens_of(output))
+
+    handles = [block.register_forward_hook(hook(collected)) for block, collected in zip(blocks, seen, strict=True)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,89 @@
+"""Settings of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from hf_sparseprior.base.checks import check_finite, check_integer, check_keys, check_within
+from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
+from hf_sparseprior.cli.deployment import checked_sides
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a search is done.
+
+    image_size: height and width in pixels, or one number; None: the model's.
+    batch: images at once in what is timed. device: None: a GPU if there is one.
+    seed: of the division of the images and of recovery.
+    candidates: what layers may have, see `parse_candidates`; None: `default_candidates`.
+    calibration, test: images of the search and of the test at most.
+    seconds: of each timing, which has three rounds at least.
+    minutes: of recovery; 0: none. tuning: "full" or "lora". learning_rate: None: 3e-5, with LoRA 5e-4.
+    """
+
+    image_size: Any = None
+    batch: int = 1
+    device: str | None = None
+    seed: int = 0
+    candidates: Any = None
+    calibration: int = 64
+    test: int = 1000
+    seconds: float = 5.0
+    minutes: float = 0.0
+    tuning: str = TUNING_AFTERWARDS[0]
+    learning_rate: float | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Settings:
+        """Settings of a mapping.
+
+        Raises:
+            ValueError: for an unknown one and a bad value.
+        """
+        given = dict(given or {})
+        check_keys(given, [field.name for field in fields(cls)], "sparsify")
+        settings = cls(**given)
+        for name in ("batch", "calibration", "test"):
+            check_integer(name, getattr(settings, name), 1)
+        check_integer("seed", settings.seed, 0)
+        check_finite("seconds", settings.seconds, zero=False)
+        check_finite("minutes", settings.minutes)
+        if settings.learning_rate is not None:
+            check_finite("learning_rate", settings.learning_rate, zero=False)
+        check_device(settings.device)
+        if settings.tuning not in TUNING_AFTERWARDS:
+            raise ValueError(f"tuning={settings.tuning!r} must be one of {', '.join(TUNING_AFTERWARDS)}")
+        if not settings.minutes and (settings.tuning != TUNING_AFTERWARDS[0] or settings.learning_rate is not None):
+            raise ValueError("tuning and learning_rate are of recovery, for which minutes is 0")
+        return settings
+
+    @property
+    def place(self) -> torch.device:
+        """Where the model runs."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """(height, width) of the images; None: the model's."""
+        return None if self.image_size is None else checked_sides(self.image_size)
+
+
+def check_device(device: Any) -> None:
+    """Raise ValueError for a device that there is not."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0].rstrip('.')}") from None
+
+
+def check_budget(budget: Any) -> float:
+    """`budget` as it is if it is above 0 and below 1."""
+    check_within("budget", budget, 0.0, 1.0, "a share of the dense model's time, above 0 and below 1")
+    if budget in (0, 1):
+        raise ValueError(f"budget={budget!r} must be a share of the dense model's time, above 0 and below 1")
+    return float(budget)

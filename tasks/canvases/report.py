@@ -1,0 +1,282 @@
+"""The table and the figure, from the records alone: python -m tasks.canvases.report --scale cpu
+
+Writes table.md and canvases.png into the folder of records. Differences are paired by seed, and significant by the rule
+of all comparisons (tasks/common/paired.py). What has no record is not in them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.locks import REPORT_LOCK, turn
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.results import read_results
+from hf_sparseprior.runs.tables import markdown_table, wilson_interval
+from tasks.canvases import commands
+from tasks.canvases.contenders import CONTENDERS, DENSE, SCALES, Scale, start_name
+from tasks.common.comparison_table import spread
+from tasks.common.paired import difference_table, differences
+from tasks.common.records import read_records
+
+TIMES = "times.json"
+TABLE, FIGURE = "table.md", "canvases.png"
+MARKS = "os^D"  # of patch sizes, from small to large
+
+Runs = Mapping[str, Mapping[int, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """Runs with the same images that have records. folder: its name."""
+
+    variant: str
+    side: int
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its records."""
+        return f"{self.side}_{self.variant}"
+
+
+def records_folder(scale: Scale, given: Path | None = None) -> Path:
+    """Where the records of a scale are; those of smoke are with its runs."""
+    default = Path("outputs/canvases") if scale.name == "smoke" else Path(commands.RESULTS)
+    return given or default / scale.name
+
+
+def groups_of(scale: Scale, records: Path) -> list[RecordedGroup]:
+    """The groups of a scale that have records, in order of variant and side."""
+    groups = {RecordedGroup(group.variant, group.side): None for group in scale.groups}
+    order = list(dict.fromkeys(group.variant for group in scale.groups))
+    recorded = [group for group in groups if read_records(records / group.folder)]
+    return sorted(recorded, key=lambda group: (order.index(group.variant), group.side))
+
+
+def learns_nothing(record: Mapping[str, Any]) -> bool:
+    """Whether a run stayed below twice chance at every evaluation."""
+    return max(point["validation_accuracy"] for point in record["history"]) < 2 * record["chance"]
+
+
+def read_times(records: Path) -> dict[str, Any]:
+    """What `times` measured, by group and row; {} without it."""
+    return read_results(records / TIMES)["times"] if (records / TIMES).is_file() else {}
+
+
+# ---- table ----------------------------------------------------------------------------------------------------------
+
+
+def group_table(runs: Runs, times: Mapping[str, Any]) -> str:
+    """A row for each contender of one group, as a Markdown table."""
+    columns = (
+        *("contender", "patch, pixels", "tokens", "seeds", "test accuracy, %, mean ± std over seeds"),
+        *("95 % interval of one seed over its test images", "minutes of training", "images trained on"),
+        *("ms a training image", "ms of inference an image"),
+    )
+    rows = []
+    for row, by_seed in runs.items():
+        records = list(by_seed.values())
+        right = unpack_correct(records[0]["test_correct"])
+        low, high = wilson_interval(int(right.sum()), len(right))
+        images, minutes = fmean(r["images"] for r in records), fmean(r["minutes"] for r in records)
+        rows.append(
+            [
+                *(row, str(records[0]["patch"]), str(records[0]["tokens"]), str(len(records))),
+                spread([record["metrics"]["test_accuracy"] for record in records]),
+                f"{100 * low:.1f} to {100 * high:.1f} (seed {records[0]['seed']})",
+                *(f"{minutes:.1f}", f"{images:.0f}", f"{60_000 * minutes / images:.1f}"),
+                f"{times[row]['ms']:.2f}" if row in times else "not measured",
+            ]
+        )
+    return markdown_table(columns, rows)
+
+
+def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[str, Any]) -> str:
+    """Table, differences, and what was left out, of one group."""
+    first = next(iter(next(iter(runs.values())).values()))
+    parts = [f"## {group.side} pixels, {group.variant}", f"{first['data']}. Chance is {100 * first['chance']:.1f} %."]
+    parts.append(group_table(runs, times))
+    listed = {row: list(by_seed.values()) for row, by_seed in runs.items()}
+    if scale.reference in listed and (paired := differences(listed, scale.reference)):
+        parts.append(difference_table(paired, scale.reference))
+    pilot = runs.get(DENSE, {}).get(0)
+    if pilot is not None and learns_nothing(pilot):
+        best = 100 * max(point["validation_accuracy"] for point in pilot["history"])
+        parts.append(
+            f"dense has no further seeds at {group.side} pixels: in {pilot['minutes']:.1f} minutes seed 0 reached "
+            f"{best:.1f} % of the selection set at most, below twice chance."
+        )
+    wanted = dict.fromkeys(
+        name
+        for planned in scale.groups
+        if (planned.variant, planned.side) == (group.variant, group.side)
+        for name in planned.contenders
+    )
+    if lacking := [name for name in wanted if name not in runs]:
+        parts.append(f"Without a record: {', '.join(lacking)}.")
+    return "\n\n".join(parts)
+
+
+def check_starts(runs: Mapping[str, Runs]) -> None:
+    """Raise ValueError if runs of one group began with different models."""
+    for group, rows in runs.items():
+        known = {record["start_sha256"] for by_seed in rows.values() for record in by_seed.values()}
+        if len(known) > 1:
+            raise ValueError(f"{group}: the runs started from {len(known)} models, not from one")
+
+
+def report_text(scale: Scale, records: Path) -> str:
+    """The whole text in Markdown.
+
+    Raises:
+        ValueError: without records, and if runs of one group began with different models.
+    """
+    groups = groups_of(scale, records)
+    if not groups:
+        raise ValueError(f"--records {records} has no records of scale {scale.name}; `run` makes them")
+    runs = {group.folder: read_records(records / group.folder) for group in groups}
+    check_starts(runs)
+    times = read_times(records)
+    counted = "processor time of one thread" if scale.device == "cpu" else "wall time of the GPU"
+    parts = [f"Minutes are {counted}, without evaluations and without making images."]
+    for variant in dict.fromkeys(group.variant for group in groups):
+        for row, by_seed in read_records(records / start_name(variant)).items():
+            record = by_seed[0]
+            parts.append(
+                f"Dense start of {variant} at {row} pixels: {record['minutes']:.1f} minutes, {record['images']} "
+                f"images, test accuracy {100 * record['metrics']['test_accuracy']:.1f} %."
+            )
+    parts += [group_text(scale, group, runs[group.folder], times.get(group.folder, {})) for group in groups]
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- figure ---------------------------------------------------------------------------------------------------------
+
+
+def draw(scale: Scale, records: Path) -> Path:
+    """A row of panels for each group: accuracy over minutes of training, and over ms of inference."""
+    plt = pictures.pyplot()
+    groups, times = groups_of(scale, records), read_times(records)
+    figure, axes = plt.subplots(
+        len(groups), 2, figsize=(13, 4.6 * len(groups)), squeeze=False, layout="constrained", width_ratios=(1, 1)
+    )
+    for (left, right), group in zip(axes, groups, strict=True):
+        runs = read_records(records / group.folder)
+        first = next(iter(next(iter(runs.values())).values()))
+        _draw_curves(left, runs)
+        _draw_frontier(right, runs, times.get(group.folder, {}))
+        left.set_title(f"{group.side} pixels, {group.variant}", loc="left", fontsize=11)
+        for axis in (left, right):
+            axis.axhline(100 * first["chance"], color="0.6", linewidth=0.8, linestyle=":")
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.grid(alpha=0.25)
+    unit = "of one thread's processor time" if scale.device == "cpu" else "on the GPU"
+    axes[-1][0].set_xlabel(f"minutes of training, {unit}")
+    axes[-1][1].set_xlabel("ms of inference an image")
+    return pictures.save(figure, records / FIGURE)
+
+
+def _style(row: str, record: Mapping[str, Any], patches: Sequence[int]) -> dict[str, Any]:
+    """A colour for each contender, a mark for the size of its patches; open marks and dashes are dense."""
+    sparse, colour = CONTENDERS[row].is_sparse, pictures.pyplot().get_cmap("tab20")(list(CONTENDERS).index(row))
+    mark = MARKS[min(patches.index(_seen(row, record)), len(MARKS) - 1)]
+    return {
+        **{"color": colour, "linestyle": "-" if sparse else "--", "marker": mark, "markersize": 6},
+        "markerfacecolor": colour if sparse else "white",
+    }
+
+
+def _seen(row: str, record: Mapping[str, Any]) -> int:
+    """Pixels of the canvas that a side of a patch covers."""
+    return record["patch"] * CONTENDERS[row].shrink
+
+
+def _patches(runs: Runs) -> list[int]:
+    return sorted({_seen(row, record) for row, by_seed in runs.items() for record in by_seed.values()})
+
+
+def _draw_curves(axis: Any, runs: Runs) -> None:
+    """Selection accuracy over time, the mean over seeds; evaluations are at about the same times in every run."""
+    for row, by_seed in runs.items():
+        histories = [record["history"] for record in by_seed.values()]
+        points = list(zip(*histories, strict=False))
+        minutes = [fmean(point["minutes"] for point in same_time) for same_time in points]
+        accuracy = [100 * fmean(point["validation_accuracy"] for point in same_time) for same_time in points]
+        style = _style(row, next(iter(by_seed.values())), _patches(runs))
+        axis.plot(minutes, accuracy, linewidth=1.3, label=row, **style)
+    axis.set_ylabel("accuracy on the selection set, %")
+    axis.legend(frameon=False, fontsize=7, ncols=2 if len(runs) > 8 else 1)
+
+
+def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
+    """Test accuracy over time of inference; for each size of patches a line joins what nothing faster is above."""
+    axis.set_ylabel("test accuracy, %")
+    shown = {row: by_seed for row, by_seed in runs.items() if row in times}
+    if not shown:
+        axis.text(0.5, 0.5, "inference is not measured yet", ha="center", transform=axis.transAxes, color="0.5")
+        return
+    patches = _patches(runs)
+    groups: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for row, by_seed in shown.items():
+        records, ms = list(by_seed.values()), times[row]["ms"]
+        accuracy = 100 * fmean(record["metrics"]["test_accuracy"] for record in records)
+        groups.setdefault((_seen(row, records[0]), CONTENDERS[row].is_sparse), []).append((ms, accuracy))
+        axis.plot([ms], [accuracy], **{**_style(row, records[0], patches), "linestyle": "none"})
+        axis.annotate(row, (ms, accuracy), (5, 4), textcoords="offset points", fontsize=7)
+    for (_, sparse), points in groups.items():
+        line = "-" if sparse else "--"
+        axis.plot(*zip(*frontier(points), strict=True), color="0.5", linestyle=line, linewidth=1, zorder=0)
+    for number, patch in enumerate(patches):
+        mark = MARKS[min(number, len(MARKS) - 1)]
+        axis.plot([], [], mark, color="0.4", label=f"patches of {patch} pixels of the canvas")
+    axis.plot([], [], "o--", color="0.4", markerfacecolor="white", label="dense")
+    axis.plot([], [], "o-", color="0.4", label="sparse")
+    axis.set_xscale("log")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.margins(0.15)
+    axis.legend(frameon=False, fontsize=7)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (time, accuracy) those that no faster or equally fast one is above, by time."""
+    best: list[tuple[float, float]] = []
+    for time, accuracy in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or accuracy > best[-1][1]:
+            best.append((time, accuracy))
+    return best
+
+
+def write_report(scale: Scale, records: Path) -> None:
+    """Write table.md and canvases.png, and print the table."""
+    text = report_text(scale, records)
+    with turn(records / REPORT_LOCK):
+        write_text(records / TABLE, text)
+        picture = draw(scale, records)
+    print(f"{text}\ntable: {records / TABLE}, picture: {picture}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = commands.report()
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        scale = SCALES[arguments.scale]
+        write_report(scale, records_folder(scale, arguments.records))
+
+    return run_command(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+import pytest
+import torch
+from PIL import Image
+
+import hf_sparseprior as sp
+from hf_sparseprior.sparsification import recovery, timing
+from hf_sparseprior.sparsification.candidates import parse_candidates
+from hf_sparseprior.sparsification.data import Images
+from hf_sparseprior.sparsification.recovery import STATE, Recovery
+from hf_sparseprior.sparsification.settings import Settings
+from hf_sparseprior.sparsification.subject import Subject
+from tests.each import each
+from tests.hf_sparseprior.sparsification.fakes import BUILDERS, SETTINGS, Timer, images_of, model_of
+
+SECONDS = 10.0  # of a step, by the clock of these tests
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Each step takes `SECONDS`, whatever it takes here."""
+    now = [0.0]
+
+    def tick():
+        now[0] += SECONDS
+        return now[0]
+
+    monkeypatch.setattr(recovery, "clock", tick)
+
+
+def learner(kind, minutes=5.0, folder=None, **settings):
+    """Recovery of a model whose first two layers have windows, and the images."""
+    images = images_of(20)
+    subject = Subject(model_of(kind), None, torch.device("cpu"))
+    window = parse_candidates([{"name": "window", "w": 2}])[0]
+    priors = [*(subject.prior_of(layer, window) for layer in subject.layers[:2]), None]
+    chosen = Settings.of({"minutes": minutes, "learning_rate": 1e-3, **settings})
+    made = Recovery(subject, subject.built(priors), Images(20, images.__getitem__), range(20), chosen, folder)
+    return subject, made, images
+
+
+def loss(subject, model, images):
+    with torch.no_grad():
+        dense, own = subject.outputs(images, subject.dense), subject.outputs(images, model)
+    return float(subject.loss(own, dense).mean())
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@each("kind", ["ours", "transformers"])
+def test_the_model_comes_nearer_to_the_dense_one(kind, tuning):
+    if tuning == "lora":
+        pytest.importorskip("peft")
+    subject, made, images = learner(kind, tuning=tuning, learning_rate=1e-2 if tuning == "lora" else 1e-3)
+    before = loss(subject, made.model, images)
+    teacher = {name: value.clone() for name, value in subject.dense.state_dict().items()}
+    after = made.run(lambda line: None)
+    assert made.steps == 30 and loss(subject, after, images) < 0.7 * before
+    assert type(after) is type(subject.original) and not after.training
+    assert not any(weight.requires_grad for weight in after.parameters())
+    assert all(torch.equal(value, subject.dense.state_dict()[name]) for name, value in teacher.items())
+
+
+def test_timm_recovers():
+    subject, made, images = learner("timm", minutes=3)
+    before = loss(subject, made.model, images)
+    assert loss(subject, made.run(lambda line: None), images) < before
+
+
+class Killed(BaseException):
+    """Ends training as a signal does."""
+
+
+@each("kind", BUILDERS)
+def test_training_that_was_killed_goes_on_as_if_it_had_not_been(kind, tmp_path):
+    folder = tmp_path / kind
+    folder.mkdir()
+    _, plain, _ = learner(kind, minutes=4)
+    expected = plain.run(lambda line: None).state_dict()
+    _, first, _ = learner(kind, minutes=4, folder=folder)
+    steps = first._step
+
+    def die(progress):
+        if first.steps == 14:
+            raise Killed
+        return steps(progress)
+
+    first._step = die
+    with pytest.raises(Killed):
+        first.run(lambda line: None)
+    _, second, _ = learner(kind, minutes=4, folder=folder)
+    assert second.steps == 12  # of the last whole minute
+    found = second.run(lambda line: None).state_dict()
+    assert second.steps == 24 and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_state_of_other_settings_or_that_is_damaged_is_refused(tmp_path):
+    learner("ours", minutes=1, folder=tmp_path)[1].run(lambda line: None)
+    with pytest.raises(ValueError, match="is of other settings of recovery"):
+        learner("ours", learning_rate=1e-4, folder=tmp_path)
+    (tmp_path / STATE).write_bytes(b"nothing")
+    with pytest.raises(OSError, match="is damaged"):
+        learner("ours", folder=tmp_path)
+
+
+def test_a_loss_that_is_not_finite_ends_it():
+    _, made, _ = learner("ours", learning_rate=1e30)
+    with pytest.raises(ValueError, match=r"recovery: the loss of step \d+ is (nan|inf); lower learning_rate=1e\+30"):
+        made.run(lambda line: None)
+
+
+def test_sparsify_recovers(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
+    given = {**SETTINGS, "minutes": 5, "learning_rate": 1e-3}
+    found = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=given, out=tmp_path / "out")
+    rows = {row.name: row for row in found.report.rows}
+    assert rows["after recovery"].share == rows["the choice"].share and found.report.minutes == 5
+    assert not (tmp_path / "out" / STATE).exists()
+    plain = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS)
+    assert found.report.layers == plain.report.layers
+    assert any(
+        not torch.equal(value, plain.model.state_dict()[name]) for name, value in found.model.state_dict().items()
+    )
+
+
+def test_recovery_needs_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
+    for number, part in enumerate(["train", "test", "test", "test"]):
+        (tmp_path / part).mkdir(exist_ok=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / part / f"{number}.png")
+    with pytest.raises(ValueError, match="minutes=5: 4 images leave none for recovery; give more"):
+        sp.sparsify(model_of("ours"), tmp_path, 0.6, settings={**SETTINGS, "minutes": 5})
+
+
+def test_lora_on_a_model_whose_layers_are_not_known_is_refused_before_the_search(monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(timing, "seconds_of_rounds", None)
+    with pytest.raises(ValueError, match="targets"):
+        sp.sparsify(model_of("timm"), images_of(), 0.6, settings={**SETTINGS, "minutes": 1, "tuning": "lora"})

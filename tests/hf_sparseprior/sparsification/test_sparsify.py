@@ -1,0 +1,510 @@
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageClassification, TimmWrapperConfig, TimmWrapperForImageClassification
+from transformers.models.timm_wrapper import modeling_timm_wrapper
+from transformers.utils import import_utils, is_timm_available
+
+import hf_sparseprior as sp
+from hf_sparseprior.__main__ import main
+from hf_sparseprior.analysis.layers import attention_layers
+from hf_sparseprior.base.families import FAMILIES
+from hf_sparseprior.runs.locks import locked
+from hf_sparseprior.runs.tables import wilson_interval
+from hf_sparseprior.sparsification import timing
+from hf_sparseprior.sparsification.data import Images, split
+from tests.each import each
+from tests.hf_sparseprior.adapters.stock_models import STOCK
+from tests.hf_sparseprior.small import SMALL
+from tests.hf_sparseprior.sparsification.fakes import (
+    BUILDERS,
+    NAMES,
+    SECONDS,
+    SETTINGS,
+    Timer,
+    images_of,
+    model_of,
+)
+from tests.timm_oracle import import_timm
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """Installs a timer."""
+
+    def install(scale=1.0):
+        fake = Timer(scale)
+        monkeypatch.setattr(timing, "seconds_of_rounds", fake)
+        return fake
+
+    return install
+
+
+def shares(layers):
+    """The share of the time of a choice by the names of its layers, where layers alone decide it."""
+    return 1 - sum(0.25 - SECONDS[name] for name in layers if name != "dense")
+
+
+@each("kind", BUILDERS)
+def test_the_budget_is_met_by_the_best_choice(kind, timer):
+    timer()
+    found = sp.sparsify(model_of(kind), images_of(), 0.6, labels=[n % 3 for n in range(24)], settings=SETTINGS)
+    report = found.report
+    assert report.measured == pytest.approx(shares(report.layers)) and 0.5 < report.measured <= 0.6
+    assert report.least == pytest.approx(0.4) and report.dense_seconds == 1.0
+    assert report.predicted == pytest.approx(report.measured, abs=1e-3)
+    assert [row.name for row in report.rows][:2] == ["dense", "the choice"]
+    assert report.images == {"calibration": 6, "recovery": 6, "test": 12}
+    pixels = images_of(2)
+    with torch.no_grad():
+        changed, before = found.model(pixels), model_of(kind)(pixels)
+    assert not torch.equal(getattr(changed, "logits", changed), getattr(before, "logits", before))
+
+
+@each("family", [name for name, family in FAMILIES.items() if family.takes == "images"])
+def test_every_family_of_images(family, timer):
+    timer()
+    cls = FAMILIES[family].classifier
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**SMALL[family], num_labels=3)).eval()
+    side = model.config.image_size
+    images = torch.randn(8, 3, side, side, generator=torch.Generator().manual_seed(0))
+    budget = 0.85 if len(attention_layers(model)) > 1 else 0.8
+    report = sp.sparsify(model, images, budget, settings={**SETTINGS, "candidates": SETTINGS["candidates"][:1]}).report
+    assert report.measured <= budget and NAMES[0] in report.layers
+    assert len(report.layers) == len(attention_layers(model))
+
+
+@each("name", ["beit", "clip", "siglip", "swin", "dinov2_registers", "dinov3"])
+def test_stock_families(name, timer):
+    timer()
+    model = STOCK[name].build()
+    report = sp.sparsify(
+        model, images_of(8), 0.85, settings={**SETTINGS, "candidates": SETTINGS["candidates"][:1]}
+    ).report
+    assert report.measured <= 0.85 and NAMES[0] in report.layers
+
+
+@each("scale", [0.7, 1.0, 1.3])
+def test_the_choice_is_corrected_by_what_the_whole_model_takes(scale, timer):
+    timer(scale)
+    budget = 0.62
+    report = sp.sparsify(model_of("ours"), images_of(), budget, settings=SETTINGS).report
+    assert report.measured == pytest.approx(1 - scale * (1 - shares(report.layers)))
+    assert report.measured <= 1.05 * budget
+    # No choice that meets the budget has less loss: the frontier is corrected by the same scale.
+    assert report.loss_sum <= min(loss for share, loss in report.frontier if share <= budget) + 1e-12
+
+
+def test_what_was_measured_decides_and_not_what_was_predicted(timer):
+    """The layers of some choices take less time together than alone, of others more."""
+    fake = timer()
+    plain = fake.whole
+    fake.whole = lambda name: plain(name) + (0.2 if name.startswith("choice") and "1,1,1" not in name else 0.0)
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS).report
+    assert report.measured <= 0.63
+    assert all(measured != predicted for predicted, measured in report.rounds[:1])
+
+
+@each("kind", ["ours", "transformers"])
+def test_a_budget_below_the_fastest_choice_is_refused(kind, timer):
+    timer()
+    message = r"budget=0.3 must be 0.4 or more at 32x32 pixels on this machine; at about (\d+)x\1 it could be met"
+    with pytest.raises(ValueError, match=message):
+        sp.sparsify(model_of(kind), images_of(), 0.3, settings=SETTINGS)
+
+
+def test_the_size_that_would_meet_a_budget_is_that_of_the_growth_of_attention(timer):
+    """By multiply-adds of each size, where the sparse model's time grows as the number of patches."""
+    timer()
+    with pytest.raises(ValueError, match=r"at about 64x64 it could be met \(an estimate"):
+        sp.sparsify(model_of("ours"), images_of(), 0.3, settings=SETTINGS)
+
+    def share(side):
+        tokens, width = (side / 4) ** 2, 24
+        projections, pairs = 4 * 64 * width**2, 2 * 64**2 * width
+        attention = 3 * 0.25 * (4 * tokens * width**2 + 2 * tokens**2 * width) / (projections + pairs)
+        growth = tokens / 64
+        return growth * 0.4 / (growth * 0.25 + attention)
+
+    assert share(32) == pytest.approx(0.4) and share(64) < 0.3 < share(32)
+
+
+def test_windows_do_not_grow_with_the_image(timer):
+    timer()
+    options = {
+        "embed_dim": 8,
+        "depths": [1, 2],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "image_size": 32,
+        "patch_size": 2,
+    }
+    model = sp.SparsePriorSwinForImageClassification(sp.SparsePriorSwinConfig(**options))
+    given = {**SETTINGS, "candidates": [{"name": "window", "w": 2}]}
+    with pytest.raises(ValueError, match="larger images would not change that, as layers see windows alone"):
+        sp.sparsify(model, images_of(), 0.3, settings=given)
+
+
+@each("budget", [0, 1, -0.5, 1.5, "half", True])
+def test_bad_budgets_are_refused(budget):
+    with pytest.raises(ValueError, match=f"budget={budget!r} must be a share of the dense model's time"):
+        sp.sparsify(model_of("ours"), images_of(), budget)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_sise": 64}, "sparsify has no setting 'image_sise'; did you mean 'image_size'"),
+        ({"image_size": 0}, r"size=0 must be \(height, width\)"),
+        ({"batch": 0}, "batch=0 must be an integer of 1 or more"),
+        ({"seed": -1}, "seed=-1 must be an integer of 0 or more"),
+        ({"seconds": 0}, "seconds=0 must be a number above 0"),
+        ({"minutes": -1}, "minutes=-1 must be a number of 0 or more"),
+        ({"device": "abacus"}, "device='abacus': "),
+        ({"tuning": "lora"}, "tuning and learning_rate are of recovery, for which minutes is 0"),
+        ({"minutes": 1, "tuning": "dora"}, "tuning='dora' must be one of full, lora"),
+        ({"candidates": [{"name": "fibottention", "w_min": 0}]}, "no layer can have any"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message, timer):
+    timer()
+    with pytest.raises(ValueError, match=message):
+        sp.sparsify(model_of("ours"), images_of(), 0.5, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (torch.zeros(8, 3, 16, 16), None, r"images of shape \(8, 3, 16, 16\) must be \(N, 3, 32, 32\)"),
+        (torch.zeros(3, 3, 32, 32), None, "3 images cannot be divided"),
+        (torch.zeros(8, 3, 32, 32), [0] * 7, "labels= must be 8 class numbers below 3"),
+        (torch.zeros(8, 3, 32, 32), [3] * 8, "labels= must be 8 class numbers below 3"),
+        (7, None, "images=7 must be a tensor"),
+    ],
+)
+def test_bad_images_are_refused(images, labels, message):
+    with pytest.raises(ValueError, match=message):
+        sp.sparsify(model_of("ours"), images, 0.5, labels=labels)
+
+
+# ---- what the report says -------------------------------------------------------------------------------------------
+
+
+@each("kind", BUILDERS)
+def test_accuracy_is_that_of_the_test_images(kind, timer):
+    timer()
+    images, labels = images_of(40), [n % 3 for n in range(40)]
+    found = sp.sparsify(model_of(kind), images, 0.6, labels=labels, settings=SETTINGS)
+    test = split(Images(40, images.__getitem__), 6, 1000, 0).test
+    rows = {row.name: row for row in found.report.rows}
+    for name, model in (("dense", model_of(kind)), ("the choice", found.model)):
+        with torch.no_grad():
+            output = model(images[test])
+        right = int((getattr(output, "logits", output).argmax(-1) == torch.tensor(labels)[test]).sum())
+        assert rows[name].value == right / 20
+        assert (rows[name].low, rows[name].high) == wilson_interval(right, 20)
+    assert found.report.measure == "accuracy"
+
+
+def test_without_labels_it_is_agreement_and_named_so(timer):
+    timer()
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS).report
+    assert report.measure == "agreement with the dense model's top class"
+    assert report.rows[0].value == 1.0 and "agreement" in report.to_markdown()
+
+
+def test_without_a_classifier_it_is_the_change_of_features(timer):
+    timer()
+    model = sp.SparsePriorViTModel(model_of("ours").config).eval()
+    report = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS).report
+    assert "relative change" in report.measure and report.measure == report.loss_name
+    assert report.rows[0].value == 0.0 and report.rows[1].value > 0
+
+
+def test_the_choice_stands_beside_others_of_its_time(timer):
+    timer()
+    report = sp.sparsify(model_of("ours"), images_of(), 0.75, settings=SETTINGS).report
+    rows = {row.name: row for row in report.rows}
+    uniform = next(row for name, row in rows.items() if name.endswith(" in all layers"))
+    assert uniform.name.removesuffix(" in all layers") in NAMES and uniform.share <= 0.75
+    smaller = next(row for name, row in rows.items() if name.startswith("dense at"))
+    # 24 of 32 pixels take (24 / 32)^2 of the time, 28 take more than the budget.
+    assert smaller.name == "dense at 24x24 pixels" and smaller.share == 24**2 / 32**2
+    assert rows["token merging"].note
+
+
+# ---- the same choice, nothing twice ---------------------------------------------------------------------------------
+
+
+@each("kind", ["ours", "transformers"])
+def test_the_same_seed_and_timings_give_the_same_choice(kind, timer):
+    timer()
+    first, second = (sp.sparsify(model_of(kind), images_of(), 0.55, settings=SETTINGS).report for _ in range(2))
+    assert first == second
+
+
+class Killed(BaseException):
+    """Ends a search as a signal does."""
+
+
+@each("after", range(1, 6))
+def test_a_search_that_was_killed_goes_on(after, timer, tmp_path):
+    fake = timer()
+    plain = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS).report
+    calls, fake.calls, lines = fake.calls, [], []
+
+    def die(line):
+        lines.append(line)
+        if len(lines) == after:
+            raise Killed
+
+    out = tmp_path / f"out{after}"
+    with pytest.raises(Killed):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out, say=die)
+    found = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+    assert fake.calls == calls  # each timing once, in both together
+    assert found.report.layers == plain.layers and found.report.frontier == plain.frontier
+    assert json.loads((out / "report.json").read_text())["layers"] == plain.layers
+
+
+def test_no_loss_is_computed_twice(timer, tmp_path, monkeypatch):
+    timer()
+    out = tmp_path / "out"
+    sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+    (out / "report.json").unlink()
+    monkeypatch.setattr("hf_sparseprior.sparsification.search.loss_of", None)
+    monkeypatch.setattr("hf_sparseprior.sparsification.sensitivity._outputs_before", None)
+    sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+
+
+@pytest.mark.parametrize(
+    ("seed", "pixels", "settings", "what"),
+    [
+        (1, 1, {}, "model"),
+        (0, 2, {}, "calibration images"),
+        (0, 1, {"batch": 2}, "images at once"),
+        (0, 1, {"candidates": [{"name": "window", "w": 2}]}, "candidates"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(seed, pixels, settings, what, timer, tmp_path):
+    timer()
+    out = tmp_path / "out"
+    sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+    with pytest.raises(OSError, match="holds a finished result"):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+    (out / "report.json").unlink()
+    with pytest.raises(ValueError, match=rf"plan.json is of another {what}; remove it"):
+        sp.sparsify(model_of("ours", seed), images_of(seed=pixels), 0.6, settings=SETTINGS | settings, out=out)
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+@each("count", [4, 5, 17, 300])
+def test_the_parts_share_no_image(count):
+    images = Images(count, lambda number: torch.zeros(1))
+    for seed in range(5):
+        parts = split(images, 64, 1000, seed)
+        every = [*parts.calibration, *parts.recovery, *parts.test]
+        assert sorted(every) == list(range(count)) and parts.calibration and parts.test
+        assert parts == split(images, 64, 1000, seed)
+        named = split(Images(count, images.read, test=[0, 2]), 64, 1000, seed)
+        assert sorted(named.test) == [0, 2] and not {0, 2} & {*named.calibration, *named.recovery}
+        assert split(images, 1, 2, seed).test == parts.test[:2]
+
+
+def test_the_search_sees_no_test_image(timer):
+    """Other test images give the same choice: the search never reads them."""
+    timer()
+    images = images_of(40)
+    test = split(Images(40, images.__getitem__), 6, 1000, 0).test
+    others = images.clone()
+    others[test] = torch.nan
+    plain, changed = (sp.sparsify(model_of("ours"), given, 0.6, settings=SETTINGS).report for given in (images, others))
+    assert plain.frontier == changed.frontier and plain.layers == changed.layers and plain.loss == changed.loss
+
+
+def photos(folder, classes, count=8):
+    """A folder of images for each class."""
+    draw = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = draw.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"secret_{number}.png")
+
+
+CLASSES = ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
+@each("kind", ["ours", "transformers"])
+def test_the_folder_is_an_ordinary_model_without_any_image(kind, timer, tmp_path):
+    timer()
+    images = images_of()
+    out = tmp_path / kind
+    found = sp.sparsify(model_of(kind), images, 0.6, settings=SETTINGS, out=out)
+    loaded = AutoModelForImageClassification.from_pretrained(out).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images).logits, found.model(images).logits)
+    assert {"config.json", "report.json", "report.md", "frontier.png", "README.md", "plan.json"} <= set(os.listdir(out))
+    assert "## Sparsified" in (out / "README.md").read_text()
+    parts = [image[0].flatten()[:8].numpy().tobytes() for image in images]
+    for file in out.rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        assert not any(part in content for part in parts), file
+    again = tmp_path / f"{kind} again"
+    found.save(again)
+    assert (again / "report.json").read_text() == (out / "report.json").read_text()
+
+
+def test_a_model_of_timm_says_how_it_can_be_saved(timer, tmp_path):
+    timer()
+    found = sp.sparsify(model_of("timm"), images_of(), 0.6, settings=SETTINGS)
+    with pytest.raises(ValueError, match="TimmWrapperForImageClassification"):
+        found.save(tmp_path / "out")
+    with pytest.raises(ValueError, match="TimmWrapperForImageClassification"):  # before the search
+        sp.sparsify(model_of("timm"), images_of(), 0.6, settings=SETTINGS, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_a_model_of_timm_in_one_of_transformers_is_saved(timer, tmp_path, monkeypatch):
+    timm = import_timm()
+    timer()
+    if not is_timm_available():  # where torchvision is missing, which no model here uses
+        monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "timm", (lambda: True, ""))
+        monkeypatch.setattr(modeling_timm_wrapper, "timm", timm, raising=False)
+    arguments = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
+    torch.manual_seed(0)
+    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=arguments, num_labels=3)
+    model = TimmWrapperForImageClassification(config).eval()
+    found = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS, out=tmp_path / "out")
+    loaded = TimmWrapperForImageClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images_of(2)).logits, found.model(images_of(2)).logits)
+    assert found.report.rows[0].value == 1.0 and found.report.measure.startswith("agreement")
+
+
+def test_what_cannot_run_or_saves_nothing_is_left_out_and_said(timer, monkeypatch):
+    timer()
+    attend = sp.SparsePriorAttention.forward
+
+    def forward(layer, *args, **options):
+        if layer.prior["support"]["name"] == "neighborhood":
+            raise RuntimeError("can't allocate memory\nin a call")
+        return attend(layer, *args, **options)
+
+    monkeypatch.setattr(sp.SparsePriorAttention, "forward", forward)
+    monkeypatch.setitem(SECONDS, NAMES[1], 0.3)
+    given = [*SETTINGS["candidates"], {"name": "fibottention", "w_min": 0}]
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings={**SETTINGS, "candidates": given}).report
+    assert set(report.layers) == {"dense", NAMES[0]}
+    assert report.left_out[NAMES[1]] == "no faster than dense attention"
+    assert report.left_out[NAMES[2]] == "can't allocate memory"
+    assert "w_min=0 must be" in report.left_out["fibottention w_min=0"] and len(report.left_out) == 3
+
+
+def test_two_searches_in_one_folder_are_refused(timer, tmp_path):
+    timer()
+    with locked(tmp_path / "plan.lock") as mine:
+        assert mine
+        with pytest.raises(OSError, match="is being written by another process"):
+            sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=tmp_path)
+
+
+def test_a_list_of_images_is_prepared_as_the_model_wants_them(timer):
+    timer()
+    photos_of = [Image.fromarray(np.full((40, 40, 3), 10 * number, np.uint8)) for number in range(12)]
+    report = sp.sparsify(model_of("ours"), photos_of, 0.6, settings=SETTINGS).report
+    assert report.images == {"calibration": 3, "recovery": 3, "test": 6}
+    with pytest.raises(ValueError, match="has no preprocessor_config"):
+        sp.sparsify(model_of("transformers"), photos_of, 0.6, settings=SETTINGS)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def arguments(tmp_path, *more):
+    candidates = [json.dumps(own) for own in SETTINGS["candidates"]]
+    given = [str(tmp_path / "model"), str(tmp_path / "out"), "--data", str(tmp_path / "photos")]
+    return ["sparsify", *given, "--candidates", *candidates, "--device", "cpu", "--calibration", "6", *more]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_command(divided, timer, tmp_path, capsys):
+    timer()
+    model_of("ours").save_pretrained(tmp_path / "model")
+    for part in ("train", "test") if divided else (".",):
+        photos(tmp_path / "photos" / part, CLASSES)
+    assert main(arguments(tmp_path, "--budget", "0.6", "--seed", "3")) == 0
+    printed = capsys.readouterr()
+    assert "The choice takes" in printed.out and "the choice: accuracy" in printed.out
+    assert "timing layer 1 with 3 candidates" in printed.err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["measure"] == "accuracy" and report["seed"] == 3
+    assert report["images"] == {"calibration": 6, "recovery": 18 if divided else 6, "test": 24 if divided else 12}
+    names = [path.name for path in (tmp_path / "out").rglob("*")]
+    assert not any("secret" in name for name in names)
+    assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert main(arguments(tmp_path)) == 2
+    assert "holds a finished result; choose a new name" in capsys.readouterr().err
+
+
+def test_the_command_takes_images_without_classes_at_another_size(timer, tmp_path, capsys):
+    timer()
+    model_of("transformers").save_pretrained(tmp_path / "model")
+    (tmp_path / "photos").mkdir()
+    photos(tmp_path / "photos", ["mixed"], 16)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}})
+    )
+    assert main(arguments(tmp_path, "--image-size", "48", "--budget", "0.7")) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["image_size"] == [48, 48] and report["measure"].startswith("agreement")
+    assert "agreement" in capsys.readouterr().out
+
+
+def test_ctrl_c_says_where_it_goes_on(timer, tmp_path, capsys, monkeypatch):
+    fake = timer()
+    model_of("ours").save_pretrained(tmp_path / "model")
+    photos(tmp_path / "photos", CLASSES)
+
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "seconds_of_rounds", interrupt)
+    assert main(arguments(tmp_path)) == 130
+    assert f"the same command goes on from {tmp_path / 'out'}/plan.json" in capsys.readouterr().err
+    monkeypatch.setattr(timing, "seconds_of_rounds", fake)
+    assert main(arguments(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--budget", "0.1"], "budget=0.1 must be 0.4 or more"),
+        (["--image-size", "big"], "--image-size big must be HEIGHTxWIDTH"),
+        (["--tuning", "lora"], "of recovery, for which minutes is 0"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(more, message, timer, tmp_path, capsys):
+    timer()
+    model_of("ours").save_pretrained(tmp_path / "model")
+    photos(tmp_path / "photos", CLASSES)
+    assert main(arguments(tmp_path, *more)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error and error.startswith(("sparseprior sparsify: ", "python -m hf_sparseprior sparsify: "))
+
+
+def test_a_folder_where_some_images_have_a_class_is_refused(timer, tmp_path):
+    timer()
+    photos(tmp_path, [*CLASSES, "other"])
+    with pytest.raises(ValueError, match="lies in no folder of a class of the model"):
+        sp.sparsify(model_of("ours"), tmp_path, 0.6, settings=SETTINGS)
+    with pytest.raises(OSError, match="does not exist"):
+        sp.sparsify(model_of("ours"), Path(tmp_path, "nowhere"), 0.6, settings=SETTINGS)

@@ -1,0 +1,118 @@
+"""The runs of every scale, before any of them is done."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_sparseprior import SparsePriorViTConfig
+from tasks.canvases import commands, contenders
+from tasks.canvases.contenders import CONTENDERS, DENSE, SCALES, VARIANTS, runs_of
+from tasks.canvases.data import LABELS
+from tests.each import each
+
+
+def test_the_command_knows_the_scales():
+    assert tuple(SCALES) == commands.SCALES
+
+
+def test_the_cpu_scale_is_as_it_was_fixed():
+    runs = runs_of(SCALES["cpu"])
+    assert len(runs) == 95
+    assert {run.minutes for run in runs if not run.is_start} == {8, 10}
+    for side in (128, 256):
+        rows = [run for run in runs if run.group == f"{side}_class"]
+        seeds = {name: sorted(run.seed for run in rows if run.row == name) for name in CONTENDERS}
+        assert all(seeds_of[0] == 0 for seeds_of in seeds.values())
+        assert [name for name, seeds_of in seeds.items() if seeds_of == [0, 1, 2, 3, 4]] == list(contenders.SIX)
+
+
+def test_the_gpu_scale_begins_with_four_then_six_minutes_in_the_fixed_order():
+    runs = runs_of(SCALES["gpu"])
+    starts = [run for run in runs if run.is_start]
+    assert runs[: len(starts)] == starts and sum(run.minutes for run in starts) == 3
+    first = runs[len(starts) :][:6]
+    assert tuple(run.row for run in first) == contenders.FIRST_ON_GPU
+    assert {(run.minutes, run.side, run.seed) for run in first} == {(1, 1024, 0)}
+
+
+@each("scale", SCALES.values())
+def test_every_run_has_a_name_and_a_configuration_of_its_own(scale):
+    runs = runs_of(scale)
+    assert len({run.name for run in runs}) == len(runs)
+    places = {(run.group, run.row): run for run in runs}
+    for number, run in enumerate(runs):
+        assert run.start is None or runs.index(places[run.start]) < number
+        assert (run.start is None) == (run.is_start and run.side == scale.start[0].side)
+        assert 0 < run.every <= run.minutes and run.group.endswith(run.variant)
+    assert scale.reference in {run.row for run in runs}
+
+
+@each("scale", SCALES.values())
+def test_every_contender_fits_every_size_that_it_is_run_at(scale):
+    for run in runs_of(scale):
+        if run.contender.missing() is not None or run.contender.budget is not None:
+            continue
+        sizes = {"image_size": run.side // run.contender.shrink, "patch_size": scale.patch * run.contender.patch}
+        labels = LABELS[VARIANTS[run.variant].label][0]
+        config = SparsePriorViTConfig(**scale.model, **sizes, num_labels=labels, prior=run.contender.prior)
+        assert run.contender.is_sparse == (config.prior_name != DENSE)
+
+
+def test_equal_budgets_are_what_they_are_called():
+    """Longformer's window has as many keys as Fibottention, and the window reaches as far."""
+
+    def share_of_pairs(name, side):
+        sizes = {"image_size": side, "patch_size": 4}
+        config = SparsePriorViTConfig(**SCALES["cpu"].model, **sizes, prior=CONTENDERS[name].prior)
+        return 100 - config.pruning_ratio
+
+    for side in (128, 256):
+        assert share_of_pairs("longformer", side) == pytest.approx(share_of_pairs("fibottention", side), rel=0.02)
+    assert CONTENDERS["windows"].prior["support"]["w"] == contenders.FIBOTTENTION["support"]["w_max"]
+
+
+def test_only_some_contenders_bring_their_starts():
+    runs = runs_of(SCALES["cpu"], only=["windows"], seeds=[0])
+    assert [run.name for run in runs] == [
+        "start_class/64 seed 0",
+        "128_class/windows seed 0",
+        "256_class/windows seed 0",
+    ]
+
+
+@each(
+    "only, seeds, message", [(["fib"], [], "'fib' is in no run of scale cpu"), ([], [9], "9 is in no run of scale cpu")]
+)
+def test_unknown_names_are_refused(only, seeds, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        runs_of(SCALES["cpu"], only, seeds)
+
+
+def test_what_the_library_lacks_is_said():
+    unknown = dataclasses.replace(CONTENDERS["tome"], prior="merging_by_chance")
+    assert unknown.missing().startswith("prior='merging_by_chance'") and "\n" not in unknown.missing()
+    assert CONTENDERS["fibottention"].missing() is None
+
+
+def test_sparsify_is_missing_without_its_function(monkeypatch):
+    monkeypatch.setattr(contenders, "SPARSIFY", "no_such_function")
+    assert CONTENDERS["sparsify-0.5"].missing() == "this version has no hf_sparseprior.no_such_function"
+
+
+README = (Path(contenders.__file__).parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_contender_and_variant():
+    for heading, names in (("## Contenders", CONTENDERS), ("## Images", VARIANTS)):
+        table = README.partition(heading)[2].partition("\n## ")[0]
+        first = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+        assert re.findall(r"`([^`]+)`", " ".join(first)) == list(names)
+
+
+def test_the_page_says_what_it_costs():
+    cpu, gpu = runs_of(SCALES["cpu"]), runs_of(SCALES["gpu"])
+    assert f"{len(cpu)} runs, {sum(run.minutes for run in cpu)} minutes of one core" in README
+    rest = [run.minutes for run in gpu if not run.is_start]
+    assert f"3 minutes for the start, 6 for the first figure, {sum(rest) - 6} for the rest" in README
