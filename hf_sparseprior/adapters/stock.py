@@ -38,8 +38,8 @@ from hf_sparseprior.adapters.stock_timm import FORWARDS, class_path
 from hf_sparseprior.adapters.timm_encoder import has_timm
 from hf_sparseprior.adapters.token_layout import LayoutCheckpoint
 from hf_sparseprior.base.extras import EXTRAS, resolve_extras
-from hf_sparseprior.base.numbered import key_of, keyed, numbered
-from hf_sparseprior.base.resolved import LAYERS, FullPrior, ResolvedPrior
+from hf_sparseprior.base.numbered import counted, keyed, numbered
+from hf_sparseprior.base.resolved import PER_LAYER, FullPrior, ResolvedPrior
 from hf_sparseprior.priors.layer_priors import has_layers
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.prior import PriorSpec, parse_prior, resolve_prior
@@ -245,7 +245,7 @@ def _resolved_layers(prior: PriorSpec | None, encoder: Any) -> list[ResolvedPrio
     """
     count, slots = len(encoder.attention), []
     if has_layers(prior):
-        parts = numbered(cast("Mapping[str, Any]", prior)[LAYERS], count, LAYERS)
+        parts = numbered(cast("Mapping[str, Any]", prior)[PER_LAYER], count, f"prior: {PER_LAYER}")
         slots = [(numbers, _with_identity(parse_prior(spec))) for numbers, spec in parts]
     else:
         slots = [(range(count), _with_identity(parse_prior(prior)))]
@@ -259,7 +259,7 @@ def _resolved_layers(prior: PriorSpec | None, encoder: Any) -> list[ResolvedPrio
         except ValueError as error:
             if len(slots) == 1:
                 raise
-            raise ValueError(f"{error} (layers {key_of(numbers)} of {count})") from None
+            raise ValueError(f"{error} ({counted('layer', numbers)} of {count})") from None
     return resolved
 
 

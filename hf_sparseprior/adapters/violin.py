@@ -18,6 +18,7 @@ import functools
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +40,13 @@ from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.base.checks import did_you_mean
 from hf_sparseprior.base.formats import ADAPTER_FORMAT, check_format
 from hf_sparseprior.base.json_files import read_json_object
-from hf_sparseprior.base.resolved import ResolvedDecay, Time, with_decay
+from hf_sparseprior.base.numbered import keyed
+from hf_sparseprior.base.resolved import PER_LAYER, ResolvedDecay, ResolvedPrior, Time, with_decay
 from hf_sparseprior.models.base_config import BaseConfig
 from hf_sparseprior.patterns.decay import DECAYS, GROWING, Decay, make_decay, resolve_decay
 from hf_sparseprior.patterns.supports import check_time
 from hf_sparseprior.priors.layer import PriorAttention, SparsePriorAttention
-from hf_sparseprior.priors.layer_priors import changed_priors
+from hf_sparseprior.priors.layer_priors import changed_given, changed_layers, has_layers
 from hf_sparseprior.priors.prior import is_prior_weight, resolve_prior
 from hf_sparseprior.saving.card import add_adapter_requirement
 
@@ -404,12 +406,6 @@ class _DecayTuner:
         held = {name: has for name, has in held.items() if any(has)}
         if len(held) > 1:
             raise ValueError(f"adapters {list(held)} have a decay each, and a model takes one: merge one of them")
-        for name, has in held.items():
-            if not all(has):
-                raise ValueError(
-                    f"adapter {name!r} has a decay in {sum(has)} of {len(has)} layers (decay_layers), and a model's "
-                    "prior is one for all: keep the adapter"
-                )
         return next(iter(held), None)
 
     @classmethod
@@ -479,19 +475,30 @@ def remove_decays(model: nn.Module) -> None:
 
 
 def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
-    """Make the decay of an adapter, which has one in every layer, a model's own prior; those of others go.
+    """Make the decay of an adapter a model's own prior, in the layers that have it; those of others go.
 
     The model gets a config of its own, because other models may have been made from the one that it has.
     """
-    layers = _attention_layers(model)
-    for layer in layers.values():
-        adapter = layer.decay_adapter
-        layer.take_decay(adapter.decay_biases[adapter_name], decay, adapter.times[adapter_name])
-    time = next(iter(layers.values())).time
+    layers = list(_attention_layers(model).values())
+    decayed: set[int] = set()
+    time: Time = "frame"
+    for number, layer in enumerate(layers):
+        adapter, layer.decay_adapter = layer.decay_adapter, None
+        if adapter is not None and adapter_name in adapter.decay_biases:
+            decayed.add(number)
+            time = adapter.times[adapter_name]
+            layer.take_decay(adapter.decay_biases[adapter_name], decay, time)
+
+    def change(number: int, prior: ResolvedPrior) -> ResolvedPrior:
+        return with_decay(prior, decay, time) if number in decayed else prior
+
     attached: Applied | None = model.__dict__.pop(ATTACHED, None)
     applied: Applied | None = attached or getattr(model, APPLIED, None)
     if applied is not None:
-        applied.prior = changed_priors(applied.prior, lambda prior: with_decay(prior, decay, time))
+        if len(decayed) == len(layers):
+            applied.prior = changed_given(applied.prior, lambda prior: change(0, prior))
+        else:
+            applied.prior = {"layers": keyed([layer.prior for layer in layers])}
         if attached is not None:
             for prior in stock_priors(model):
                 prior.serve_all()
@@ -500,20 +507,21 @@ def keep_decay(model: Any, adapter_name: str, decay: ResolvedDecay) -> None:
     renewed: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            module.config = _with_decay(module.config, decay, time, renewed)
+            module.config = _with_decay(module.config, change, renewed)
 
 
-def _with_decay(config: Any, decay: ResolvedDecay, time: Time, renewed: dict[int, Any]) -> Any:
-    """A config of ours with a decay in its prior, or one with such a config within it; `renewed` are those made."""
+def _with_decay(config: Any, change: Callable[[int, ResolvedPrior], ResolvedPrior], renewed: dict[int, Any]) -> Any:
+    """A config of ours with changed priors, or one with such a config within it; `renewed` are those made."""
     within = getattr(config, "backbone_config", None)
     if not isinstance(config, BaseConfig) and not isinstance(within, BaseConfig):
         return config
     if id(config) not in renewed:
         renewed[id(config)] = copied = copy.deepcopy(config)
         if isinstance(within, BaseConfig):
-            copied.backbone_config = _with_decay(within, decay, time, renewed)
+            copied.backbone_config = _with_decay(within, change, renewed)
         else:
-            copied.prior = changed_priors(config.prior, lambda prior: with_decay(prior, decay, time))
+            stages = [stage for stage in config.stages if stage.takes_prior]
+            copied.prior = changed_layers(config.prior, stages, change)
             copied.own()
     return renewed[id(config)]
 
@@ -524,11 +532,13 @@ def _resolve_over_time(config: Any, model: Any) -> ResolvedDecay:
     Raises:
         ValueError: for a `time` that the model or the decay does not have.
     """
-    layer = next(iter(_attention_layers(model).values()), None)
-    model_time: Time = "frame" if layer is None else layer.time
-    time = model_time if config.time is None else check_time(config.time)
-    if layer is not None and layer.prior["support"]["name"] != "dense" and time != model_time:
-        raise ValueError(f"time={time!r} must be {model_time!r}, as the support of {type(model).__name__} sees time")
+    layers = list(_attention_layers(model).values())
+    time = check_time(config.time or next((layer.time for layer in layers), "frame"))
+    for layer in layers:
+        if layer.prior["support"]["name"] != "dense" and time != layer.time:
+            raise ValueError(
+                f"time={time!r} must be {layer.time!r}, as the support of {type(model).__name__} sees time"
+            )
     try:
         resolved = resolve_prior({"decay": config.decay, "time": time}, 1, _patch_grid(model))
     except ValueError as error:
@@ -564,10 +574,24 @@ def _attention_layers(model: nn.Module) -> dict[str, PriorAttention]:
 
 
 def _base_prior(model: nn.Module) -> dict[str, Any]:
-    """What a decay is trained on top of: the support of the first layer, and the names of the extras."""
-    prior = next(iter(_attention_layers(model).values())).prior
-    base = {"support": prior["support"], "extras": [extra["name"] for extra in prior["extras"]]}
-    return {**base, "time": prior["time"]} if "time" in prior else base
+    """What a decay is trained on top of: the support and the names of the extras, of the first layer or, where a prior
+    says so, of each.
+    """
+    bases = []
+    for layer in _attention_layers(model).values():
+        base = {"support": layer.prior["support"], "extras": [extra["name"] for extra in layer.prior["extras"]]}
+        bases.append({**base, "time": layer.prior["time"]} if "time" in layer.prior else base)
+    return {PER_LAYER: keyed(bases)} if _has_layers(model) and len(keyed(bases)) > 1 else bases[0]
+
+
+def _has_layers(model: nn.Module) -> bool:
+    """Whether the prior of a model differs between the layers of a stage."""
+    applied: Applied | None = getattr(model, APPLIED, None)
+    if applied is not None:
+        return has_layers(applied.prior)
+    configs = (getattr(module, "config", None) for module in model.modules())
+    priors = (config.prior for config in configs if isinstance(config, BaseConfig))
+    return any(has_layers(part) for prior in priors for part in (prior if isinstance(prior, list) else [prior]))
 
 
 def _check_names(model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor]) -> None:

@@ -22,21 +22,24 @@ from hf_sparseprior.base.costs import AttentionCosts
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.base.limits import check_sides, check_size
+from hf_sparseprior.base.numbered import key_of, numbered
 from hf_sparseprior.base.resolved import Resolved, ResolvedSupport, Time, own_settings
 from hf_sparseprior.patterns.curves import curve_names, curve_rank
 from hf_sparseprior.patterns.decay import DECAYS, PLACEMENTS, decay_weights, initial_beta, make_decay, pair_distances
 from hf_sparseprior.patterns.masks import lonely_rows, self_rows
+from hf_sparseprior.patterns.mixed_heads import is_mixed, support_name, support_orders, unshuffled
 from hf_sparseprior.patterns.supports import (
     DENSE,
     LayerKey,
     LayerPattern,
-    layer_order,
+    head_order,
     layer_pattern,
     own_grid,
     support_notes,
     support_settings,
 )
 from hf_sparseprior.patterns.token_order import RASTER
+from hf_sparseprior.priors.layer_priors import has_layers, layer_specs
 from hf_sparseprior.priors.low_rank import MIXERS
 from hf_sparseprior.priors.predictor import PREDICTORS
 from hf_sparseprior.priors.prior import parse_prior, predictor_or_mixer, resolve_prior
@@ -77,9 +80,46 @@ def run(arguments: argparse.Namespace) -> list[Path]:
         check_integer("--layer", arguments.layer, 1)
     if not arguments.no_picture and math.prod(arguments.grid) > LARGEST_PICTURE:
         raise ValueError(f"a picture needs {LARGEST_PICTURE} patches or fewer; give --no-picture for numbers alone")
-    slots = parse_prior(arguments.prior)
-    for key, value in parse_settings(arguments.set).items():
-        _place_setting(slots, key, value)
+    written: list[Path] = []
+    parts = _parts(arguments)
+    for first, count, slots in parts:
+        numbers = f"layer {first + 1}" if count == 1 else f"layers {first + 1} to {first + count}"
+        part = argparse.Namespace(**vars(arguments))
+        if has_layers(arguments.prior):
+            above = "" if first == parts[0][0] else "\n"
+            print(f"{above}{numbers}, {key_of(range(first, first + count))!r} of the prior:")
+            part.layers, part.out = count, arguments.out / numbers.replace(" ", "_")
+        written += _explain_part(slots, part, first)
+    for path in written:
+        print(f"picture: {path}")
+    if arguments.time:
+        explain_time.explain_time(arguments.prior if has_layers(arguments.prior) else parts[0][2], arguments)
+    return written
+
+
+def _parts(arguments: argparse.Namespace) -> list[tuple[int, int, dict[str, Any]]]:
+    """The runs of layers with one prior: the first number from 0, how many there are, and the slots of the prior.
+
+    With --layer it is the run that this layer is in.
+    """
+    if not has_layers(arguments.prior):
+        slots = parse_prior(arguments.prior)
+        for key, value in parse_settings(arguments.set).items():
+            _place_setting(slots, key, value)
+        return [(0, arguments.layers, slots)]
+    if arguments.set:
+        raise ValueError(f"--set {arguments.set[0]} must be in one of the priors of 'layers'")
+    specs = layer_specs(arguments.prior, arguments.all_layers)[: arguments.layers]
+    if arguments.layer is not None and arguments.layer > len(specs):
+        raise ValueError(f"--layer={arguments.layer} must be at most {len(specs)}, the number of layers")
+    runs = [(layers.start, len(layers), parse_prior(spec)) for layers, spec in numbered(specs, len(specs), "layers")]
+    if arguments.layer is None:
+        return runs
+    return [run for run in runs if run[0] < arguments.layer <= run[0] + run[1]]
+
+
+def _explain_part(slots: dict[str, Any], arguments: argparse.Namespace, first: int) -> list[Path]:
+    """Numbers and pictures of one prior, of layers from the number `first` on."""
     prior = resolve_prior(slots, arguments.heads, arguments.grid)
     written: list[Path] = []
     time = prior.get("time", "frame")
@@ -88,20 +128,18 @@ def run(arguments: argparse.Namespace) -> list[Path]:
     if (chooser := predictor_or_mixer(prior)) is not None:
         explain_chooser(*chooser, arguments)
     elif slots["support"] is not None or prior["decay"] is None:
-        written += explain_support(prior["support"], arguments, time)
+        written += explain_support(prior["support"], arguments, time, first)
     if prior["decay"] is not None:
         written += explain_decay(prior["decay"], arguments, time)
     for extra in prior["extras"]:
         print(f"note: {extra['name']} ({_shown(extra)}) is not in these numbers")
-    for path in written:
-        print(f"picture: {path}")
-    if arguments.time:
-        explain_time.explain_time(slots, arguments)
     return written
 
 
 def _fill_sizes(arguments: argparse.Namespace) -> None:
     """Give the sizes that were not given: those of --model, in its first stage that takes a prior, or of a ViT-B.
+
+    `all_layers` are those of all stages.
 
     Raises:
         ValueError: for sizes next to --model, which has its own.
@@ -116,11 +154,14 @@ def _fill_sizes(arguments: argparse.Namespace) -> None:
         stage, width = config.stages[places[0]], config.widths[places[0]]
         sizes = {"heads": stage.num_heads, "prefix": config.prefix_tokens(stage), "layers": stage.num_layers}
         sizes["head_dim"] = width // stage.num_heads
+        arguments.all_layers = sum(config.stages[place].num_layers for place in places)
         if len(places) > 1:
             print(f"the numbers before the time are of the first of {len(places)} stages of {arguments.model}")
     for name, value in sizes.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    if arguments.model is None:
+        arguments.all_layers = arguments.layers
 
 
 def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
@@ -128,7 +169,7 @@ def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:
     known: list[str] = []
     registries: dict[str, Any] = {"decay": DECAYS, "predictor": PREDICTORS, "mixer": MIXERS}
     for slot in ("support", *registries):
-        if (name := slots[slot]) is None:
+        if (name := slots[slot]) is None or is_mixed(name):
             continue
         spec = {"name": name} if isinstance(name, str) else name
         settings = support_settings(spec["name"]) if slot == "support" else registries[slot][spec["name"]].SETTINGS
@@ -151,7 +192,8 @@ def _shown(settings: Resolved) -> str:
 
 def _print_heading(settings: Resolved, arguments: argparse.Namespace) -> None:
     heads, prefix = arguments.heads, arguments.prefix
-    print(f"{settings['name']} on a {size_of(arguments.grid)} grid, {heads} heads, {prefix} prefix tokens")
+    name = support_name(settings) if is_mixed(settings) else settings["name"]  # type: ignore[arg-type]
+    print(f"{name} on a {size_of(arguments.grid)} grid, {heads} heads, {prefix} prefix tokens")
     print(f"{_shown(settings)}\n")
 
 
@@ -173,12 +215,17 @@ def explain_chooser(settings: Any, kind: type[AttentionCosts], arguments: argpar
     )
 
 
-def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, time: Time = "frame") -> list[Path]:
-    """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its pictures."""
+def explain_support(
+    support: ResolvedSupport, arguments: argparse.Namespace, time: Time = "frame", first: int = 0
+) -> list[Path]:
+    """Offsets, nonzeros, pruning ratio, empty rows and FLOPs of a support, and its pictures.
+
+    `first`: number of the first layer with this support, from 0.
+    """
     heads, grid, prefix = arguments.heads, arguments.grid, arguments.prefix
-    layer = 0 if arguments.layer is None else arguments.layer - 1
+    layer = first if arguments.layer is None else arguments.layer - 1
     key = LayerKey(heads, grid, layer, time)
-    in_order: Any = {**support, "shuffle_seed": None}
+    in_order = unshuffled(support)
     # Counted in one frame where that is enough: the pairs of a long clip fill the memory.
     pattern = layer_pattern(in_order, key)
     frames, places, where = pattern.frames, pattern.num_tokens, ", in one frame" if pattern.repeats else ""
@@ -189,7 +236,7 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
         others = pattern.pairs_of(head)
         alone = self_rows(offsets, places, 0) if others is None else lonely_rows(offsets, others, places, 0)
         empty = frames * len(alone)
-        if others is not None:
+        if others is not None and len(others):
             shown = f"{shown} and {len(others)} other pairs".removeprefix(" and ")
         print(f"{head + 1:>7}  {pattern.nonzeros(head):>8}  {empty:>10}  {shown or '-'}")
     flops, patch_flops = (
@@ -206,9 +253,9 @@ def explain_support(support: ResolvedSupport, arguments: argparse.Namespace, tim
     )
     if pattern.ranks is not None and not pattern.repeats:
         _print_order(support, pattern, pattern.ranks, arguments)
-    if support["shuffle_seed"] is not None:
-        for number in (1, 2):
-            order = [str(index + 1) for index in layer_order(heads, number - 1, support["shuffle_seed"])]
+    if support != in_order:
+        for number in range(first + 1, first + 1 + min(2, arguments.layers)):
+            order = [str(index + 1) for index in head_order(support, heads, number - 1)]
             print(f"layer {number}: heads 1..{heads} have the supports {' '.join(order)}")
     for note in support_notes(support, key, prefix):
         print(f"note: {note}")
@@ -225,14 +272,15 @@ def _draw_support(support: ResolvedSupport, pattern: LayerPattern, arguments: ar
     heads, grid, prefix, number = arguments.heads, arguments.grid, arguments.prefix, arguments.layer
     drawn, where, masks = list(range(heads)), "supports in order", pattern.mask(prefix)
     if number is not None:
-        drawn, where = layer_order(heads, pattern.key.layer, support["shuffle_seed"]), f"layer {number}"
+        drawn, where = head_order(support, heads, pattern.key.layer), f"layer {number}"
         masks = layer_pattern(support, pattern.key).mask(prefix)
     pruned = pattern.pruning_ratio(prefix)
     titles = [f"{index + 1}: {_shorten(pattern.offsets[index])}" for index in drawn]
     if number is not None:
         titles = [f"head {head}, support {title}" for head, title in enumerate(titles, start=1)]
-    heading = f"{support['name']}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
-    size = f"{support['name']}_{size_of(grid)}"
+    name = support_name(support)
+    heading = f"{name}, {size_of(grid)}, {where}: {pruned:.1f} % pruned"
+    size = f"{name}_{size_of(grid)}".replace("&", "_and_")
     if len(grid) == 3:
         size, heading = f"{size}_{pattern.key.time}", f"{heading}, time {pattern.key.time}"
         titles = [f"head {head}" for head in range(1, heads + 1)] if number is not None else titles
@@ -253,7 +301,7 @@ def _draw_support(support: ResolvedSupport, pattern: LayerPattern, arguments: ar
     else:
         row, column = grid[0] // 2, grid[1] // 2
         rows = masks[:, prefix + row * grid[1] + column, prefix:].reshape(heads, *grid)
-        heading_over = f"{support['name']}, {where}: what the patch in row {row + 1}, column {column + 1} sees"
+        heading_over = f"{name}, {where}: what the patch in row {row + 1}, column {column + 1} sees"
         path = arguments.out / f"patch_{size}.png"
         written.append(pictures.draw_seen(rows, titles, (row, column), path, heading_over))
     return [pictures.draw_support(masks, titles, arguments.out / f"support_{size}.png", heading, prefix), *written]
@@ -266,7 +314,7 @@ def clip_centre(grid: Sequence[int]) -> int:
 
 def _orders(support: ResolvedSupport, num_heads: int) -> list[str]:
     """The order of each support, before heads are shuffled."""
-    order = support.get("order", RASTER)
+    order = support_orders(support, num_heads)
     return [order] * num_heads if isinstance(order, str) else order
 
 

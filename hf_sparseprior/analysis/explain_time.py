@@ -29,13 +29,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_integer("--images", arguments.images, 1)
 
 
-def config_of(slots: Mapping[str, Any], arguments: argparse.Namespace) -> PretrainedConfig:
-    """The config of the model that is meant, with the prior `slots`, for images of the grid's patches.
+def config_of(prior: Mapping[str, Any], arguments: argparse.Namespace) -> PretrainedConfig:
+    """The config of the model that is meant, with this prior, for images of the grid's patches.
 
     Raises:
         ValueError: for what it cannot be.
     """
-    grid, prior = list(arguments.grid), dict(slots)
+    grid, prior = list(arguments.grid), dict(prior)
     if arguments.model is not None:
         takes: Any = "clips" if len(grid) == 3 else "images"
         family = preset_family(arguments.model, takes)
@@ -64,9 +64,9 @@ def _pair(patch: int | Sequence[int]) -> tuple[int, int]:
     return (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
 
 
-def explain_time(slots: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Cost]:
+def explain_time(prior: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Cost]:
     """Print what the model costs; its progress goes to stderr."""
-    config = config_of(slots, arguments)
+    config = config_of(prior, arguments)
     images, dtype = arguments.images or 1, arguments.dtype or "float32"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     costs = predicted_costs(

@@ -9,9 +9,10 @@ would have to be known for every shape, backend and dtype, and leave out what on
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -20,6 +21,9 @@ from hf_sparseprior.analysis.costs_measured import seconds_per_call, traced_byte
 from hf_sparseprior.base.config_keys import config_keys
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import family_of
+from hf_sparseprior.base.resolved import PER_LAYER, ResolvedPrior, each_prior
+from hf_sparseprior.priors.layer_priors import given_priors, has_layers
+from hf_sparseprior.priors.prior import prior_name
 from hf_sparseprior.priors.token_pruning import TokenReduction
 
 LEAST = 2  # layers of a kind; the first one alone keeps less in memory at once than those after it
@@ -57,7 +61,7 @@ def twins(config: PretrainedConfig) -> list[Twin]:
     Raises:
         ValueError: if the cost of a layer depends on its number.
     """
-    for prior in config.prior if isinstance(config.prior, list) else [config.prior]:
+    for prior in each_prior(config.prior):
         for extra in prior["extras"]:
             if issubclass(module := EXTRAS[extra["name"]], TokenReduction):
                 raise ValueError(
@@ -65,33 +69,70 @@ def twins(config: PretrainedConfig) -> list[Twin]:
                 )
     if getattr(config, "compressed", None):
         raise ValueError("layers of a compressed model differ in width; its cost is not predicted")
-    if "depths" in config_keys(cast(Any, type(config))):  # in an iFormer three other fields say it
-        depths, fields = config.depths, _stages
-    elif (local := getattr(config, "num_local_layers", None)) is not None:
-        depths, fields = [local, config.num_hidden_layers - local], _local_and_plain
-    elif (family := family_of(config)) is not None and family.title in ("SparsePriorViT", "SparsePriorTimesformer"):
-        depths, fields = [config.num_hidden_layers], _layers
-    else:
+    if (fields := _depth_fields(config)) is None:
         return [Twin({}, 1.0)]  # its layers are no few kinds, and it is measured whole
-    least = [min(LEAST, depth) for depth in depths]
-    shares = [(depth - one) / MORE for depth, one in zip(depths, least, strict=True)]
-    models = [Twin(fields(least), 1.0 - sum(shares))]
-    for kind, share in enumerate(shares):
+    kinds = _kinds(config)
+    least = [min(LEAST, kind.depth) for kind in kinds]
+    shares = [(kind.depth - one) / MORE for kind, one in zip(kinds, least, strict=True)]
+    models = [Twin(_changes(config, fields, kinds, least), 1.0 - sum(shares))]
+    for number, share in enumerate(shares):
         if share:
-            models.append(Twin(fields([one + MORE * (kind == other) for other, one in enumerate(least)]), share))
+            depths = [one + MORE * (number == other) for other, one in enumerate(least)]
+            models.append(Twin(_changes(config, fields, kinds, depths), share))
     return models
 
 
-def _stages(depths: Sequence[int]) -> dict[str, Any]:
-    return {"depths": list(depths)}
+class _Kind(NamedTuple):
+    """Layers of a stage with the same prior, and how many there are."""
+
+    stage: int
+    prior: ResolvedPrior
+    depth: int
 
 
-def _local_and_plain(depths: Sequence[int]) -> dict[str, Any]:
-    return {"num_local_layers": depths[0], "num_hidden_layers": sum(depths)}
+def _kinds(config: Any) -> list[_Kind]:
+    """The kinds of layers of a model, each once."""
+    kinds: list[_Kind] = []
+    for prior, stage, number, _ in config.prior_runs:
+        place = next((place for place, kind in enumerate(kinds) if kind[:2] == (number, prior)), len(kinds))
+        depth = stage.num_layers + sum(kind.depth for kind in kinds[place : place + 1])
+        kinds[place : place + 1] = [_Kind(number, prior, depth)]
+    return kinds
 
 
-def _layers(depths: Sequence[int]) -> dict[str, Any]:
-    return {"num_hidden_layers": depths[0]}
+def _depth_fields(config: Any) -> Callable[[Sequence[int]], dict[str, Any]] | None:
+    """The fields of a config that say how many layers there are in each stage; None where that is not so simple."""
+    if "depths" in config_keys(cast(Any, type(config))):  # in an iFormer three other fields say it
+        return lambda depths: {"depths": list(depths)}
+    if getattr(config, "num_local_layers", None) is not None:
+        return lambda depths: {"num_local_layers": sum(depths[:-1]), "num_hidden_layers": sum(depths)}
+    family = family_of(config)
+    if family is not None and family.title in ("SparsePriorViT", "SparsePriorTimesformer"):
+        return lambda depths: {"num_hidden_layers": depths[0]}
+    return None
+
+
+def _changes(
+    config: Any, fields: Callable[[Sequence[int]], dict[str, Any]], kinds: Sequence[_Kind], depths: Sequence[int]
+) -> dict[str, Any]:
+    """Fields of a config that has so many layers of each kind."""
+    of_stages: list[list[ResolvedPrior]] = [[] for _ in config.stages]
+    for kind, depth in zip(kinds, depths, strict=True):
+        of_stages[kind.stage] += [kind.prior] * depth
+    changes = fields(list(map(len, of_stages)))
+    if not any(map(has_layers, config.prior if isinstance(config.prior, list) else [config.prior])):
+        return changes
+    priors = [{PER_LAYER: priors} for priors, stage in zip(of_stages, config.stages, strict=True) if stage.takes_prior]
+    return {**changes, "prior": priors[0] if len(priors) == 1 else priors}
+
+
+def _in_words(twin: Twin) -> str:
+    """How deep a twin is: "num_hidden_layers=6 (4 fibottention, 2 dense)"."""
+    words = " ".join(f"{key}={value}" for key, value in twin.changes.items() if key != "prior") or "all"
+    if "prior" not in twin.changes:
+        return words
+    names = [prior_name([prior]) for prior in given_priors(twin.changes["prior"])]
+    return f"{words} ({', '.join(f'{count} {name}' for name, count in Counter(names).items())})"
 
 
 def predicted_costs(
@@ -120,8 +161,7 @@ def predicted_costs(
         ValueError: if the cost of a layer depends on its number.
     """
     models = twins(config)
-    layers = ", ".join(" ".join(f"{key}={value}" for key, value in twin.changes.items()) or "all" for twin in models)
-    say(f"timing {len(models)} models ({layers})")
+    say(f"timing {len(models)} models ({', '.join(_in_words(twin) for twin in models)})")
     costs = {}
     for name in passes:
         calls, peaks = [], []

@@ -130,7 +130,7 @@ def slower_than_dense(backend: Backend, request: AttentionRequest, trains: bool,
         return f"not measured on {device_type}" if backend.only_measured else None
     if plan.num_tokens < limits.tokens:
         return f"dense is faster below {limits.tokens} patches"
-    density = plan.density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
+    density = plan.cost_density if request.key_ids is None else request.key_ids.shape[-1] / plan.total
     largest = limits.largest_density(request)
     if density > limits.density or _known(density > largest):
         if torch.compiler.is_compiling():

@@ -23,6 +23,7 @@ from hf_sparseprior.base.resolved import DecayTensors, ResolvedDecay, ResolvedSu
 from hf_sparseprior.patterns.decay import DECAYS
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
 from hf_sparseprior.patterns.masks import Pairs, check_bytes, repeated_lists, self_rows
+from hf_sparseprior.patterns.mixed_heads import is_mixed, support_orders
 from hf_sparseprior.patterns.relative_offsets import relative_table
 from hf_sparseprior.patterns.supports import layer_pattern
 from hf_sparseprior.patterns.token_order import RASTER, order_ranks, with_prefix
@@ -59,7 +60,8 @@ class AttentionPlan:
         # The grid that support and decay are built for; that of a frame is repeated over the frames.
         self.own_grid = layer_key.own_grid
         covers = math.prod(self.own_grid) == layer_key.num_tokens
-        if layout != RASTER and (not covers or support.get("order", layout) != layout):
+        order = layout if support["name"] == "dense" else support_orders(support, layer_key.num_heads)
+        if layout != RASTER and (not covers or order != layout):
             raise ValueError(f"layout={layout!r} must be the order of the support, in an image or with time='clip'")
         *_, height, width = layer_key.grid
         self.num_heads = len(layer_key.head_numbers)
@@ -106,11 +108,17 @@ class AttentionPlan:
         # patches come.
         self.ranks: np.ndarray | None = None
         self.density, self.has_pairs, self.repeats_frame, self.list_bytes, self.offset_pairs = 1.0, False, False, 0, 0
+        # Share of the pairs by which the time of a sparse backend goes.
+        self.cost_density = 1.0
         if pattern is None:
             return
-        self.density = 1.0 - pattern.pruning_ratio(self.num_prefix_tokens) / 100.0
+        self.density = self.cost_density = 1.0 - pattern.pruning_ratio(self.num_prefix_tokens) / 100.0
         self.repeats_frame = pattern.repeats
         self.has_pairs = pattern.pairs is not None or pattern.repeats
+        if self.has_pairs and is_mixed(self.support):
+            # The lists of all heads are as long as the longest. Heads of one support alone hardly differ.
+            most = max(pattern.nonzeros(head, self.num_prefix_tokens) for head in range(self.num_heads))
+            self.cost_density = most / self.total**2
         if pattern.repeats:  # all pairs are listed as such
             self.offsets = [[] for _ in pattern.offsets]
             self.frame_keys = frame_key_lists(pattern)

@@ -25,6 +25,8 @@ class ResolvedSupport(TypedDict):
     mask_fill: the logits of pairs that are left out.
     order: the order of the patches in which offsets count, see `token_order`; left out for raster order.
     redraw: whether random pairs are drawn anew in each training pass; left out if they are not.
+    heads: of the support "heads" alone, the numbers of each group of heads ("0-2", "3") and its support, which has a
+        `shuffle_seed` of its own; see `mixed_heads`.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ResolvedSupport(TypedDict):
     mask_fill: MaskFill
     order: NotRequired[str | list[str]]
     redraw: NotRequired[bool]
+    heads: NotRequired[dict[str, ResolvedSupport]]
 
 
 class ResolvedDecay(TypedDict):
@@ -86,7 +89,8 @@ class ResolvedPrior(TypedDict):
     time: NotRequired[Time]
 
 
-LAYERS: Final = "layers"  # the key of priors that differ between layers
+PER_LAYER: Final = "layers"  # the key of priors that differ between layers
+PER_HEAD: Final = "heads"  # the key of priors that differ between heads, and the support that they become
 
 
 class ResolvedLayers(TypedDict):
@@ -106,8 +110,8 @@ def each_prior(prior: FullPrior | Mapping[str, Any] | Sequence[Any]) -> list[Res
     """The priors in a full form, in the order of the layers, one for each run of layers or stage."""
     if isinstance(prior, Sequence):
         return [one for part in prior for one in each_prior(part)]
-    if LAYERS in prior:
-        return list(cast("ResolvedLayers", prior)[LAYERS].values())
+    if PER_LAYER in prior:
+        return list(cast("ResolvedLayers", prior)[PER_LAYER].values())
     return [cast("ResolvedPrior", prior)]
 
 

@@ -26,6 +26,7 @@ from hf_sparseprior.images.model import model_keys
 from hf_sparseprior.images.sections import SECTIONS
 from hf_sparseprior.patterns.decay import GROWING
 from hf_sparseprior.prediction.predictors import local_folder
+from hf_sparseprior.priors.layer_priors import changed_given, given_priors
 from hf_sparseprior.priors.prior import parse_prior
 from hf_sparseprior.runs.config import Config, apply_overrides
 from hf_sparseprior.runs.hf_run import run
@@ -94,7 +95,7 @@ def train_config(
     model: str,
     out: str,
     *,
-    prior: str | None = None,
+    prior: Any = None,
     tuning: str = "full",
     labels: str = "classes",
     length: Mapping[str, float | None] | None = None,
@@ -107,8 +108,8 @@ def train_config(
         model: a preset (from scratch), the folder of a run or of a saved model (ours, of transformers or timm), or
             a name on the hub.
         out: folder of the run.
-        prior: a name or names joined by +; default: the model's own. A decay that a saved model does not have yet
-            starts where it changes nothing (`prior_for_saved`).
+        prior: a name, names joined by + or the full form; default: the model's own. A decay that a saved model does not
+            have yet starts where it changes nothing (`prior_for_saved`).
         tuning, labels: `tuning.method` and `data.labels`.
         length: {"num_train_epochs": ...} or {"minutes": ...}; without a number 20 epochs.
         overrides: `section.key=value`, over all of these.
@@ -154,27 +155,28 @@ def model_section(model: str) -> dict[str, Any]:
     return {"pretrained": str(model_folder(local_folder(model), CONFIG_NAME))}
 
 
-def prior_for_saved(prior: str, folder: str) -> Any:
-    """A prior by name for a saved model. A decay that the model does not have yet gets `init: growing`: the model
+def prior_for_saved(prior: Any, folder: str) -> Any:
+    """A prior for a saved model. A decay that the model does not have yet gets `init: growing`: the model
     starts as the saved one, and the decay moves.
 
     Raises:
         ValueError, OSError: for a prior that does not exist, and a config.json that cannot be read.
     """
-    slots = parse_prior(prior)
     config = read_json_object(Path(folder, CONFIG_NAME))
     saved = config.get("prior", (config.get("sparse_prior") or {}).get("prior"))  # ours, and a stock model's
-    if slots["decay"] in (None, "none") or _has_decay(saved):
-        return prior
-    slots["decay"] = {"name": slots["decay"], "init": GROWING}
-    return {name: value for name, value in slots.items() if value}
+    had = any(map(_has_decay, given_priors(saved)))
+    return changed_given(prior, lambda one: one if had or not _has_decay(one) else _growing(one))
 
 
 def _has_decay(prior: Any) -> bool:
-    if isinstance(prior, list):
-        return any(map(_has_decay, prior))
-    decay = (prior if isinstance(prior, dict) else parse_prior(prior)).get("decay")
-    return decay not in (None, "none")
+    return parse_prior(prior)["decay"] not in (None, "none")
+
+
+def _growing(prior: Any) -> Any:
+    """A prior with a decay, of which the start is where it changes nothing."""
+    slots = parse_prior(prior)
+    decay = {"name": slots["decay"]} if isinstance(slots["decay"], str) else slots["decay"]
+    return {**{name: value for name, value in slots.items() if value}, "decay": {"init": GROWING, **decay}}
 
 
 def data_section(data: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.utils import parse_flag_from_env
 
 from hf_sparseprior.adapters.lora import check_settings, classifier_names, decay_names, import_peft, lora_config
+from hf_sparseprior.priors.layer_priors import given_priors
 from hf_sparseprior.priors.prior import parse_prior
 
 LOW_RANK = ("lora", "dora")
@@ -61,8 +62,12 @@ def check_tuning(config: dict[str, dict[str, Any]]) -> None:
     if config["trainer"].get("fsdp") or parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ValueError(f"tuning.method={method} cannot be used with FSDP, which is for tuning.method=full")
     prior = config["model"].get("prior")
-    if method == "violin" and prior is not None and parse_prior(prior)["decay"] in (None, "none"):
+    if method == "violin" and prior is not None and not any(map(_has_decay, given_priors(prior))):
         raise ValueError(_no_decay(prior))
+
+
+def _has_decay(prior: Any) -> bool:
+    return parse_prior(prior)["decay"] not in (None, "none")
 
 
 def _no_decay(prior: Any) -> str:

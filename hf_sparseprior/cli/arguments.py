@@ -12,8 +12,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from hf_sparseprior.base.json_files import parse_json
 from hf_sparseprior.base.other_names import OTHER_KEYS
 from hf_sparseprior.base.version import __version__
 
@@ -154,11 +155,24 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="FILE", help=text)
 
 
+def written_prior(text: str) -> Any:
+    """A prior by name, or what the JSON of one holds."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be a name, or a prior as JSON: {error}") from None
+
+
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
     add_import(parser)
-    text = f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +"
-    parser.add_argument("prior", help=text)
+    text = (
+        f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +; or a "
+        "prior as JSON, as in config.json"
+    )
+    parser.add_argument("prior", type=written_prior, help=text)
     parser.add_argument("--heads", type=int, help="attention heads (default 12, or the model's)")
     text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14)"
     parser.add_argument("--grid", type=parse_grid, default=(14, 14), help=text)
@@ -197,7 +211,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     text = f"a preset of `{PROGRAM} list families` (from scratch), folder of a run or a model, or a name on the hub"
     parser.add_argument("--model", required=True, help=text)
     parser.add_argument("--out", required=True, help="folder of the run; the same command goes on in it")
-    parser.add_argument("--prior", help="fibottention, violin, fibottention+violin ... (default: the model's)")
+    text = "fibottention, violin, fibottention+violin ..., or a prior as JSON (default: the model's)"
+    parser.add_argument("--prior", type=written_prior, help=text)
     text = "what is trained: everything, the classifier, LoRA, DoRA, or the prior's decay (default %(default)s)"
     parser.add_argument("--tuning", choices=TUNING, default=TUNING[0], help=text)
     text = "of an image: a class, several, or numbers; the last two of a .csv file (default %(default)s)"
@@ -306,7 +321,8 @@ def add_convert(parser: argparse.ArgumentParser, targets: Sequence[str] = TARGET
     )
     parser.add_argument(
         "--prior",
-        help="prior of the new model (default the source's, dense if it has none); --prior dense drops "
+        type=written_prior,
+        help="prior of the new model, by name or as JSON (default the source's, dense if it has none); dense drops "
         "the prior that --to a foreign format cannot carry",
     )
     parser.add_argument("--image-size", type=int, help="interpolate the positions to this image size")

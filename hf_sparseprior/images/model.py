@@ -15,6 +15,7 @@ from hf_sparseprior.base.families import FAMILIES, Family
 from hf_sparseprior.convert.checkpoint import converted, foreign_fields, is_foreign
 from hf_sparseprior.images.stock import load_stock, stock_config
 from hf_sparseprior.models.pretrained import check_saved_folder, load_changed_model, weights_sha256
+from hf_sparseprior.priors.layer_priors import given_priors
 from hf_sparseprior.priors.prior import parse_prior
 from hf_sparseprior.runs.models import FAMILY_KEYS, alike_across_priors, section_family
 
@@ -137,7 +138,8 @@ def check_pretrained(model: dict[str, Any]) -> None:
     check_saved_folder(folder, "model.pretrained")
     if (family := start_family(model)) is None:
         if model.get("prior") is not None:
-            parse_prior(model["prior"])
+            for prior in given_priors(model["prior"]):
+                parse_prior(prior)
         return
     config_class: Any = family.config_class
     saved = foreign_fields(folder) if is_foreign(folder) else config_class.get_config_dict(folder)[0]

@@ -21,6 +21,7 @@ from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.layer_sizes import LayerSizes, check_compressed, compressed_layers, whole_layer
 from hf_sparseprior.base.limits import check_limit
+from hf_sparseprior.base.numbered import with_text_keys
 from hf_sparseprior.base.resolved import ResolvedPrior, each_prior
 from hf_sparseprior.models.feature_maps import FeatureMap
 from hf_sparseprior.patterns.supports import LayerKey, support_notes
@@ -78,6 +79,8 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
         self.set_output_features_output_indices(out_features=out_features, out_indices=out_indices)
 
     def __setattr__(self, key: str, value: Any) -> None:
+        if key == "prior":  # transformers writes what it is given as JSON, before it is checked
+            value = with_text_keys(value)
         # A copy has another id, and may have another prior.
         if key == "prior" and self.__dict__.get(OWNED) == id(self) and value != self.prior:
             raise ValueError(

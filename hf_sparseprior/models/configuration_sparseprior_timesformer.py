@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar, Literal, get_args
 
 from hf_sparseprior.base.limits import check_size
+from hf_sparseprior.base.resolved import each_prior
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, check_number
 from hf_sparseprior.patterns.token_order import RASTER
 from hf_sparseprior.priors.layer_priors import StagePrior, given_priors
@@ -65,7 +66,7 @@ class SparsePriorTimesformerConfig(SparsePriorViTConfig):
     @property
     def layout(self) -> str:
         """As in SparsePriorViT; the patches of a joint clip have one order if the prior sees it as one grid."""
-        per_frame = self.is_joint and any(prior.get("time") != "clip" for prior in self.layer_priors)
+        per_frame = self.is_joint and any(prior.get("time") != "clip" for prior in each_prior(self.prior))
         return RASTER if per_frame else common_order(self.prior)
 
     @property

@@ -20,7 +20,8 @@ from typing import Any, cast
 import numpy as np
 
 from hf_sparseprior.base.checks import check_integer, check_keys, python_value, split_spec
-from hf_sparseprior.base.resolved import MASK_FILLS, TIMES, ResolvedSupport, Time
+from hf_sparseprior.base.numbered import counted, key_of
+from hf_sparseprior.base.resolved import MASK_FILLS, PER_HEAD, TIMES, ResolvedSupport, Time
 from hf_sparseprior.patterns.layer_pattern import LayerKey, LayerPattern
 from hf_sparseprior.patterns.masks import (
     Pairs,
@@ -30,6 +31,16 @@ from hf_sparseprior.patterns.masks import (
     mask_from_offsets,
     pruning_ratio,
     self_rows,
+)
+from hf_sparseprior.patterns.mixed_heads import (
+    entries_of,
+    given_groups,
+    groups_of,
+    is_mixed,
+    kinds_of,
+    made_pattern,
+    support_name,
+    support_orders,
 )
 from hf_sparseprior.patterns.pattern import (
     COMMON_SETTINGS,
@@ -107,6 +118,8 @@ def resolve_support(
     Raises:
         ValueError: the message has the field, the value and what is allowed.
     """
+    if isinstance(support, Mapping) and is_mixed(support):
+        return _resolve_mixed(support, check_integer("num_heads", num_heads, 1), num_tokens, grid)
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     settings, count = support_settings(name), check_integer("num_tokens", num_tokens, 1)
     _check_settings(name, spec)
@@ -127,12 +140,40 @@ def resolve_support(
     return resolved
 
 
+def _resolve_mixed(
+    support: Mapping[str, Any], num_heads: int, num_tokens: int, grid: Sequence[int] | None
+) -> ResolvedSupport:
+    """The full form of supports of groups of heads; of the one support where there is only one group, or all is dense.
+
+    Raises:
+        ValueError: as `resolve_support`, with the heads; and for groups that one call cannot serve.
+    """
+    groups: dict[str, ResolvedSupport] = {}
+    for heads, spec in given_groups(support, num_heads):
+        if is_mixed(spec):
+            raise ValueError("heads: the support of a group of heads cannot have groups itself")
+        try:
+            groups[key_of(heads)] = resolve_support(spec, len(heads), num_tokens, grid)
+        except ValueError as error:
+            raise ValueError(f"{error} ({counted('head', heads)} of {num_heads})") from None
+    kinds = list(groups.values())
+    fill = support.get("mask_fill", kinds[0]["mask_fill"])
+    if other := next((kind["mask_fill"] for kind in kinds if kind["mask_fill"] != fill), None):
+        raise ValueError(f"heads: mask_fill={other!r} must be {fill!r}, the same for all heads of a layer")
+    if len(kinds) == 1 or all(kind["name"] == "dense" for kind in kinds):
+        return kinds[0]
+    return {"name": PER_HEAD, "heads": groups, "shuffle_seed": None, "mask_fill": fill}
+
+
 def support_pattern(
     support: SupportSpec, *, num_heads: int, num_tokens: int, grid: Sequence[int] | None = None, **settings: Any
 ) -> Pattern:
     """The pattern of a support; arguments as in `head_offsets`."""
     num_heads = check_integer("num_heads", num_heads, 1)
     num_tokens = check_integer("num_tokens", num_tokens, 1)
+    if isinstance(support, Mapping) and is_mixed(support):
+        resolved = resolve_support({**support, **settings}, num_heads, num_tokens, grid)
+        return made_pattern(resolved, num_heads, num_tokens, grid)
     name, spec = split_spec(support, "support", SUPPORTS)
     spec.update(settings)
     _check_settings(name, spec)
@@ -157,12 +198,11 @@ _patterns: weakref.WeakValueDictionary[tuple, Pattern] = weakref.WeakValueDictio
 
 def shared_pattern(support: ResolvedSupport, num_heads: int, grid: tuple[int, ...]) -> Pattern:
     """The pattern of a support over a grid, made once for all that keep it. Its offsets must not be changed."""
-    entry = SUPPORTS[support["name"]]
-    # The function too, as a name can be registered anew.
-    key = (entry.function, json.dumps(support, sort_keys=True), num_heads, grid)
+    # The functions too, as a name can be registered anew.
+    functions = tuple(entry.function for entry in entries_of(support))
+    key = (functions, json.dumps(support, sort_keys=True), num_heads, grid)
     if (pattern := _patterns.get(key)) is None:
-        pattern = entry.pattern(num_heads, math.prod(grid), grid, own_of(cast("Mapping[str, Any]", support)))
-        _patterns[key] = pattern
+        _patterns[key] = pattern = made_pattern(support, num_heads, math.prod(grid), grid)
     return pattern
 
 
@@ -193,6 +233,14 @@ def layer_order(num_heads: int, layer: int, shuffle_seed: int | None) -> list[in
     return order
 
 
+def head_order(support: ResolvedSupport, num_heads: int, layer: int) -> list[int]:
+    """Which support number (from 0) each head of a layer uses: `layer_order` of each group of heads."""
+    order = []
+    for heads, kind in groups_of(support, num_heads):
+        order += [heads.start + number for number in layer_order(len(heads), layer, kind["shuffle_seed"])]
+    return order
+
+
 def layer_pattern(support: ResolvedSupport, key: LayerKey) -> LayerPattern:
     """The pairs of a layer's heads, shuffled as the support's `shuffle_seed` says.
 
@@ -203,27 +251,26 @@ def layer_pattern(support: ResolvedSupport, key: LayerKey) -> LayerPattern:
     """
     pattern_grid = key.grid if support["name"] == "dense" else key.own_grid
     whole = shared_pattern(support, key.num_heads, pattern_grid)
-    order = layer_order(key.num_heads, key.layer, support["shuffle_seed"])
+    order = head_order(support, key.num_heads, key.layer)
     numbers = [order[head] for head in key.head_numbers]
     pairs = whole.layer_pairs(key.layer, key.draw)
     pattern = LayerPattern(
-        support=support["name"],
+        support=support_name(support),
         key=key,
         offsets=[whole.offsets[number] for number in numbers],
         pairs=None if pairs is None else [pairs[head] for head in key.head_numbers],
-        ranks=_ranks(support, pattern_grid, numbers),
+        ranks=_ranks(support_orders(support, key.num_heads), pattern_grid, numbers),
         repeats=math.prod(pattern_grid) < key.num_tokens,
         whole=whole,
     )
     return pattern if key.time == "frame" else pattern.listed(same_frame=True)
 
 
-def _ranks(support: ResolvedSupport, grid: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray | None:
+def _ranks(order: str | list[str], grid: tuple[int, ...], numbers: Sequence[int]) -> np.ndarray | None:
     """Rank of every patch in the order of each head, (H, N), or (1, N) if all heads have one; None: raster.
 
     A list of orders is shuffled with the offsets: support i has the i-th. `numbers`: which support each head has.
     """
-    order = support.get("order", RASTER)
     if not isinstance(order, str):
         order = [order[number] for number in numbers]
     return None if order == RASTER else order_ranks(order, grid)
@@ -244,11 +291,14 @@ def has_pairs(name: str) -> bool:
 
 def redraws(support: ResolvedSupport) -> bool:
     """Whether a support draws its pairs anew in each pass of training."""
-    return bool(support.get("redraw", False))
+    return any(bool(kind.get("redraw", False)) for kind in kinds_of(support))
 
 
 def needs_grid(support: SupportSpec | None) -> bool:
     """Whether a support is a pattern in two or three dimensions, or counts its offsets along a curve."""
+    if isinstance(support, Mapping) and is_mixed(support):
+        groups = support.get(PER_HEAD)
+        return any(map(needs_grid, groups.values() if isinstance(groups, Mapping) else groups or ()))
     name, spec = split_spec("dense" if support is None else support, "support", SUPPORTS)
     return SUPPORTS[name].sees_grid or spec.get("order", RASTER) != RASTER
 
@@ -279,22 +329,31 @@ def build_mask(
             dimensions. "axes": offsets count within a frame, and along time at one place of the frames.
         settings: the support's settings, also `shuffle_seed` (default 0; None: no shuffling).
     """
-    name, spec = split_spec(support, "support", SUPPORTS)
+    spec = dict(support) if isinstance(support, Mapping) else {"name": support}
     num_prefix_tokens = check_integer("num_prefix_tokens", num_prefix_tokens, 0)
     layer, time = check_integer("layer", layer, 0), check_time(time)
     given = None if grid is None else grid_of(num_tokens, grid, "build_mask")
     pattern_grid = given if given is None or len(given) == 2 else own_grid(given, time)
     count = num_tokens if pattern_grid is None else math.prod(pattern_grid)
-    resolved = resolve_support({"name": name, **spec, **settings}, num_heads, count, pattern_grid)
+    resolved = resolve_support({**spec, **settings}, num_heads, count, pattern_grid)
     if given is None:
-        in_two_dimensions = needs_grid(resolved) and not SUPPORTS[name].sees_time
-        given = grid_of(num_tokens, None, name) if in_two_dimensions else (1, num_tokens)
+        in_two_dimensions = needs_grid(resolved) and not any(entry.sees_time for entry in entries_of(resolved))
+        given = grid_of(num_tokens, None, support_name(resolved)) if in_two_dimensions else (1, num_tokens)
     key = LayerKey(check_integer("num_heads", num_heads, 1), given, layer, time if len(given) == 3 else "frame")
     return layer_pattern(resolved, key).mask(num_prefix_tokens)
 
 
 def support_notes(support: ResolvedSupport, key: LayerKey, num_prefix_tokens: int) -> list[str]:
     """What a user should know about this support on this grid: its own notes, and heads that see nothing."""
+    notes = []
+    for heads, kind in groups_of(support, key.num_heads):
+        of_group = _notes_of_group(kind, key._replace(num_heads=len(heads)), num_prefix_tokens)
+        where = f"{counted('head', heads)}: " if is_mixed(support) else ""
+        notes += [f"{where}{note}" for note in of_group]
+    return notes
+
+
+def _notes_of_group(support: ResolvedSupport, key: LayerKey, num_prefix_tokens: int) -> list[str]:
     grid = key.own_grid
     num_tokens, size = math.prod(grid), "x".join(map(str, grid))
     pattern = shared_pattern(support, key.num_heads, grid)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from hf_sparseprior.base.extras import EXTRAS
-from hf_sparseprior.base.numbered import in_words, keyed, numbered
-from hf_sparseprior.base.resolved import LAYERS, FullPrior, ResolvedLayers, ResolvedModule, ResolvedPrior
+from hf_sparseprior.base.numbered import counted, in_words, keyed, numbered
+from hf_sparseprior.base.resolved import PER_LAYER, FullPrior, ResolvedLayers, ResolvedModule, ResolvedPrior
 from hf_sparseprior.priors.prior import PriorSpec, Stage, predictor_or_mixer, resolve_prior
 
 StagePrior = ResolvedPrior | ResolvedLayers
@@ -37,9 +37,9 @@ def has_layers(prior: Any) -> bool:
     Raises:
         ValueError: for further keys.
     """
-    if not isinstance(prior, Mapping) or LAYERS not in prior:
+    if not isinstance(prior, Mapping) or PER_LAYER not in prior:
         return False
-    if others := [str(key) for key in prior if key != LAYERS]:
+    if others := [str(key) for key in prior if key != PER_LAYER]:
         raise ValueError(f"prior: {', '.join(others)} next to 'layers' must be in each of the priors of 'layers'")
     return True
 
@@ -52,7 +52,7 @@ def layer_specs(prior: Any, num_layers: int) -> list[Any]:
     """
     if not has_layers(prior):
         return [prior] * num_layers
-    return [spec for numbers, spec in numbered(prior[LAYERS], num_layers, LAYERS) for _ in numbers]
+    return [spec for numbers, spec in numbered(prior[PER_LAYER], num_layers, f"prior: {PER_LAYER}") for _ in numbers]
 
 
 def given_priors(prior: Any) -> list[Any]:
@@ -61,8 +61,22 @@ def given_priors(prior: Any) -> list[Any]:
         return [one for part in prior for one in given_priors(part)]
     if not has_layers(prior):
         return [prior]
-    layers = prior[LAYERS]
-    return list(layers.values() if isinstance(layers, Mapping) else layers)
+    layers = prior[PER_LAYER]
+    if isinstance(layers, Mapping):
+        return list(layers.values())
+    return list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
+
+
+def changed_given(prior: Any, change: Callable[[Any], Any]) -> Any:
+    """A prior that is given, in which each of `given_priors` is what `change` makes of it."""
+    if isinstance(prior, Sequence) and not isinstance(prior, str):
+        return [changed_given(part, change) for part in prior]
+    if not has_layers(prior):
+        return change(prior)
+    layers = prior[PER_LAYER]
+    if isinstance(layers, Mapping):
+        return {PER_LAYER: {key: change(one) for key, one in layers.items()}}
+    return {PER_LAYER: list(map(change, given_priors(prior)))}
 
 
 def resolve_stages(prior: PriorSpec | Sequence[Any] | None, stages: Sequence[Stage]) -> list[StagePrior]:
@@ -105,17 +119,14 @@ def _in_stage(error: ValueError, number: int, stages: Sequence[Stage]) -> ValueE
 def _resolve_layers(specs: Sequence[Any], stage: Stage) -> list[ResolvedPrior]:
     """The full form of the prior of each layer of a stage."""
     resolved: list[ResolvedPrior] = []
-    for key, spec in keyed(specs).items():
-        numbers = key.split("-")
+    runs = numbered(specs, stage.num_layers, PER_LAYER)
+    for numbers, spec in runs:
         try:
-            if has_layers(spec):
-                raise ValueError("prior: the prior of a layer cannot have 'layers' in it")
-            one = resolve_prior(spec, stage.num_heads, stage.grid)
+            resolved += [resolve_prior(spec, stage.num_heads, stage.grid)] * len(numbers)
         except ValueError as error:
-            alone = len(keyed(specs)) == 1
-            where = "" if alone else f" (layer{'s' if len(numbers) > 1 else ''} {key} of {stage.num_layers})"
-            raise ValueError(f"{error}{where}") from None
-        resolved += [one] * (int(numbers[-1]) - int(numbers[0]) + 1)
+            if len(runs) == 1:
+                raise
+            raise ValueError(f"{error} ({counted('layer', numbers)} of {stage.num_layers})") from None
     return resolved
 
 
@@ -126,11 +137,10 @@ def _check_whole(priors: Sequence[ResolvedPrior]) -> None:
         return [extra for extra in prior["extras"] if EXTRAS[extra["name"]].place == "model"]
 
     for extra in (extra for prior in priors for extra in of_model(prior)):
-        if without := [number for number, prior in enumerate(priors) if extra not in of_model(prior)]:
+        if others := [number for number, prior in enumerate(priors) if extra not in of_model(prior)]:
             raise ValueError(
                 f"prior: {extra['name']!r} is of the whole model and must be in the prior of every layer, with the "
-                f"same settings; layer{'s' if len(without) > 1 else ''} {in_words(without)} of {len(priors)} "
-                f"{'differ' if len(without) > 1 else 'differs'}"
+                f"same settings; among {len(priors)} layers it is not in {in_words(others)}"
             )
 
 
@@ -154,9 +164,24 @@ def prior_runs(prior: FullPrior, stages: Sequence[Stage]) -> list[PriorRun]:
     return runs
 
 
+def changed_layers(
+    prior: FullPrior, stages: Sequence[Stage], change: Callable[[int, ResolvedPrior], ResolvedPrior]
+) -> FullPrior:
+    """A full form in which the prior of each layer is what `change` makes of the layer's number and its prior.
+
+    `stages`: those that take a prior.
+    """
+    parts = list(prior) if isinstance(prior, Sequence) else [prior]
+    forms, numbers = [], itertools.count()
+    for part, stage in zip(parts, stages, strict=True):
+        layers = [one for run, one in _parts(part, stage.num_layers) for _ in run]
+        forms.append(full_form([change(next(numbers), one) for one in layers]))
+    return forms if isinstance(prior, Sequence) else forms[0]
+
+
 def _parts(prior: StagePrior, num_layers: int) -> list[tuple[range, Any]]:
-    if LAYERS in prior:
-        return numbered(cast("ResolvedLayers", prior)[LAYERS], num_layers, LAYERS)
+    if PER_LAYER in prior:
+        return numbered(cast("ResolvedLayers", prior)[PER_LAYER], num_layers, PER_LAYER)
     return [(range(num_layers), prior)]
 
 
@@ -180,12 +205,3 @@ def prior_weights(runs: Sequence[PriorRun], widths: Sequence[int], hidden: Seque
                 of_model.add(extra["name"])
             weights += (1 if kind.place == "model" else stage.num_layers) * kind.num_weights(extra, *sizes)
     return weights
-
-
-def changed_priors(prior: FullPrior, change: Callable[[ResolvedPrior], ResolvedPrior]) -> Any:
-    """A full form in which each prior is what `change` makes of it."""
-    if isinstance(prior, Sequence):
-        return [changed_priors(part, change) for part in prior]
-    if LAYERS not in prior:
-        return change(prior)
-    return {LAYERS: {key: change(one) for key, one in cast("ResolvedLayers", prior)[LAYERS].items()}}

@@ -19,9 +19,19 @@ from typing import Any, Literal, NamedTuple
 
 from hf_sparseprior.base.checks import check_keys
 from hf_sparseprior.base.extras import EXTRAS, ModuleSpec, resolve_extras, resolve_module
-from hf_sparseprior.base.resolved import TIMES, FullPrior, ResolvedModule, ResolvedPrior, Time, each_prior
+from hf_sparseprior.base.resolved import (
+    PER_HEAD,
+    PER_LAYER,
+    TIMES,
+    FullPrior,
+    ResolvedModule,
+    ResolvedPrior,
+    Time,
+    each_prior,
+)
 from hf_sparseprior.patterns.curves import curve_names
 from hf_sparseprior.patterns.decay import DECAYS, resolve_decay
+from hf_sparseprior.patterns.mixed_heads import entries_of, is_mixed, kinds_of, support_name
 from hf_sparseprior.patterns.sequences import SEQUENCES
 from hf_sparseprior.patterns.supports import (
     SUPPORTS,
@@ -82,6 +92,10 @@ def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
     if prior is None:
         return slots
     if isinstance(prior, Mapping):
+        if PER_HEAD in prior:
+            return _parse_heads(prior)
+        if PER_LAYER in prior:
+            raise ValueError("prior: 'layers' must be in the prior of a whole model, not in that of a layer")
         check_keys(prior, (*SLOTS, TIME), "prior")
         return {**slots, **prior}
     if not isinstance(prior, str):
@@ -105,6 +119,38 @@ def parse_prior(prior: PriorSpec | None) -> dict[str, Any]:
         else:
             slots[slot] = name
     return slots
+
+
+def _parse_heads(prior: Mapping[str, Any]) -> dict[str, Any]:
+    """The slots of {"heads": ...}: those that all heads have in common, and the supports of the groups as one support.
+
+    Raises:
+        ValueError: for further keys, and for heads that differ in another slot than the support.
+    """
+    if others := [str(key) for key in prior if key != PER_HEAD]:
+        raise ValueError(f"prior: {', '.join(others)} next to 'heads' must be in each of the priors of 'heads'")
+    heads = prior[PER_HEAD]
+    is_list = isinstance(heads, Sequence) and not isinstance(heads, str)
+    if not heads or not (is_list or isinstance(heads, Mapping)):
+        raise ValueError(f"prior: heads={heads!r} must be a list of priors, or an object of numbers like '0-3'")
+    parsed = [parse_prior(spec) for spec in (heads if is_list else heads.values())]
+    for slots in parsed[1:]:
+        for slot in (*SLOTS[1:], TIME):
+            if _named(slots[slot]) != _named(parsed[0][slot]):
+                raise ValueError(
+                    f"prior: heads of one layer must differ in their supports alone; {slot}={slots[slot]!r} of some "
+                    f"is not {parsed[0][slot]!r}"
+                )
+    supports = ["dense" if slots["support"] is None else slots["support"] for slots in parsed]
+    groups = supports if is_list else dict(zip(heads, supports, strict=True))
+    return {**parsed[0], "support": {"name": PER_HEAD, PER_HEAD: groups}}
+
+
+def _named(spec: Any) -> Any:
+    """What fills a slot, in which a name alone is like a dict of it."""
+    if isinstance(spec, list):
+        return [_named(part) for part in spec]
+    return {"name": spec} if isinstance(spec, str) else spec
 
 
 def _meant(name: str) -> str:
@@ -163,9 +209,9 @@ def resolve_prior(prior: PriorSpec | None, num_heads: int, grid: Sequence[int]) 
 
 def _resolve_time(slots: Mapping[str, Any], grid: Sequence[int]) -> Time:
     """How the prior sees time: as given, or as its support needs it, or per frame."""
-    given, support = slots[TIME], slots["support"]
-    name = support.get("name") if isinstance(support, Mapping) else support
-    sees_time = isinstance(name, str) and name in SUPPORTS and SUPPORTS[name].sees_time
+    given = slots[TIME]
+    name = next((entry.name for entry in entries_of(slots["support"]) if entry.sees_time), None)
+    sees_time = name is not None
     time: Time = "clip" if sees_time else "frame"
     if given is None:
         given = time
@@ -198,10 +244,16 @@ def _check_clip(prior: ResolvedPrior, time: Time, whole: list[int]) -> None:
         raise ValueError(
             f"prior: time={time!r} is how support and decay see time, and {prior_name(prior)!r} has neither"
         )
-    if time == "axes" and not SUPPORTS[support].sees_grid and support != "dense":
-        pattern = support_pattern(prior["support"], num_heads=1, num_tokens=4)
-        if pattern.pairs is not None and not any(pattern.offsets):
-            raise ValueError(f"prior: support {support!r} has no offsets, so time='axes' would leave frames apart")
+    for kind in kinds_of(prior["support"]) if time == "axes" else ():
+        if kind["name"] == "dense":
+            if is_mixed(prior["support"]):
+                raise ValueError("prior: heads: time='axes' leaves out pairs, which heads of 'dense' do not")
+        elif not SUPPORTS[kind["name"]].sees_grid:
+            pattern = support_pattern(kind, num_heads=1, num_tokens=4)
+            if pattern.pairs is not None and not any(pattern.offsets):
+                raise ValueError(
+                    f"prior: support {kind['name']!r} has no offsets, so time='axes' would leave frames apart"
+                )
 
 
 def resolve_predictor(predictor: ModuleSpec | None, grid: Sequence[int]) -> ResolvedModule | None:
@@ -288,12 +340,14 @@ def common_order(prior: FullPrior) -> str:
     It is that of the support if all heads of all layers have the same and no module of the prior needs raster order.
     Otherwise it is raster order, and attention itself moves queries, keys and values.
     """
-    orders = []
+    orders = set()
     for one in each_prior(prior):
-        order = one["support"].get("order", RASTER)
-        takes_layouts = all(EXTRAS[extra["name"]].takes_layouts for extra in one["extras"])
-        orders.append(order if takes_layouts and isinstance(order, str) else RASTER)
-    return orders[0] if len(set(orders)) == 1 else RASTER
+        if not all(EXTRAS[extra["name"]].takes_layouts for extra in one["extras"]):
+            return RASTER
+        for kind in kinds_of(one["support"]):
+            order = kind.get("order", RASTER)
+            orders |= {order} if isinstance(order, str) else set(order)
+    return orders.pop() if len(orders) == 1 else RASTER
 
 
 def prior_name(prior: FullPrior) -> str:
@@ -303,8 +357,8 @@ def prior_name(prior: FullPrior) -> str:
 
 def _name(prior: ResolvedPrior) -> str:
     time = prior.get("time", "frame")
-    shows_time = time != "frame" and not SUPPORTS[prior["support"]["name"]].sees_time
-    parts = [prior["support"]["name"]] if prior["support"]["name"] != "dense" else []
+    shows_time = time != "frame" and not any(entry.sees_time for entry in entries_of(prior["support"]))
+    parts = [support_name(prior["support"])] if prior["support"]["name"] != "dense" else []
     parts += [filled["name"] for filled in (prior["decay"], prior["predictor"]) if filled]
     parts += [prior["mixer"]["name"]] if prior["mixer"] != "softmax" else []
     parts += [extra["name"] for extra in prior["extras"]]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from hf_sparseprior.base.checks import check_keys
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.models.pretrained import saved_family
-from hf_sparseprior.priors.predictor import Predictor
+from hf_sparseprior.priors.predictor import PREDICTORS, Predictor
 from hf_sparseprior.priors.prior import pruning_of
 from hf_sparseprior.priors.sparsifiner import Sparsifiner
 from hf_sparseprior.priors.token_pruning import counted_patches, gather_tokens
@@ -165,8 +165,12 @@ def _class_forward(step: Step) -> Tensor:
 @register_loss("attention", "attentions", "scores")
 def _attention(step: Step) -> Tensor:
     config = step.model.config
-    layers = [stage for stage in config.stages for _ in range(stage.num_layers)]
-    given = [weights for weights, stage in zip(step.teacher.attentions, layers, strict=True) if stage.takes_prior]
+    predicted = [prior["predictor"] for prior in config.layer_priors]  # not every layer need have one
+    given = [
+        weights
+        for weights, predictor in zip(step.teacher.attentions, predicted, strict=True)
+        if predictor is not None and PREDICTORS[predictor["name"]].GIVES_SCORES
+    ]
     return attention_loss(step.scores, given, config.num_prefix_tokens)
 
 

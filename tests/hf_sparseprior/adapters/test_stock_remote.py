@@ -41,6 +41,10 @@ MODELS = {
     "vit_base": (ViTModel, "AutoModel", "fibottention+violin"),
     "vit_mixer": (ViTForImageClassification, "AutoModelForImageClassification", "linformer"),
     "vit_topk": (ViTForImageClassification, "AutoModelForImageClassification", "topk"),
+    "vit_layers": (
+        *(ViTForImageClassification, "AutoModelForImageClassification"),
+        {"layers": ["violin", "dense", {"heads": {"0-1": "fibottention", "2-3": "neighborhood"}}]},
+    ),
 }
 LOAD = """
 import sys, torch, transformers

@@ -61,6 +61,7 @@ PRIORS = {
     "several extras": "bigbird+violin+swin_rpb+localvit",
     **{f"placement {name}": {"decay": {"name": "violin", "placement": name}} for name in PLACEMENTS},
     "prefix": {"decay": {"name": "violin", "learn_prefix": True}},
+    "groups of heads": {"heads": {"0": {"support": {"name": "window", "w": 1}}, "1": "bigbird"}},
 }
 # Models besides the classifier of each family: (family, class, options).
 MODELS = {
@@ -77,6 +78,9 @@ MODELS = {
                      {"prior": "radial", "attention_type": "joint_space_time"}),
     "space only": ("sparseprior_timesformer", "classifier",
                    {"prior": PRIOR, "attention_type": "space_only", "time_initializer_range": 0.0}),
+    "layers and heads": ("sparseprior_vit", "classifier",
+                         {"prior": {"layers": ["fibottention+violin", {"heads": {"0": "window", "1": "neighborhood"}}]},
+                          **LARGER}),
     "two classifiers": ("sparseprior_vit", "classifier", {"prior": PRIOR, "use_distillation_token": True}),
     "token classifier": ("sparseprior_vit", "classifier", {"prior": "evit", "token_classifier": True, **LARGER}),
     "convolutions first": ("sparseprior_vit", "classifier",
@@ -92,7 +96,10 @@ MODELS = {
     "merged tokens": ("sparseprior_vit", "base", {"prior": "tome", "pooling": "mean", **LARGER}),
 }  # fmt: skip
 FILES = ("torch", "onnx", "openvino")  # test_packages.py has AOTInductor's, which take half a minute each
-QUICK = {"sparsifiner": FILES, "evit": FILES, "manhattan": ["torch"], "mask_fill zero": ["torch"]}
+QUICK = {
+    **{"sparsifiner": FILES, "evit": FILES, "manhattan": ["torch"], "mask_fill zero": ["torch"]},
+    "groups of heads": ["onnx"],
+}
 # Priors with operations of their own. Every program must have all of these. Other priors take one of the programs.
 OWN = (
     *("topk", "sparsifiner_published", "linformer", "learned_order", "irpe_qkv", "transformer_xl", "dynamicvit"),

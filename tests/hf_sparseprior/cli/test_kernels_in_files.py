@@ -39,10 +39,11 @@ OPERATORS = {
     "along hilbert": {"diagonal_output", "pair_weights"},
     "violin": {"decayed_forward"},
     "bigbird": {"listed_forward"},
+    "groups of heads": {"listed_forward"},
     "bigbird+violin": {"listed_forward", "listed_weights"},
     "predicted decay": {"listed_forward", "listed_weights", "predicted_coefficients", "predicted_keys"},
 }
-QUICK = ("along hilbert", "predicted decay")
+QUICK = ("along hilbert", "predicted decay", "groups of heads")
 
 
 @pytest.fixture
