@@ -94,6 +94,10 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
         """Note that a model has been made from this config: its prior can no longer be changed."""
         self.__dict__[OWNED] = id(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have. They may come to lie where the config was that was noted, with its id."""
+        return {name: value for name, value in vars(self).items() if name != OWNED}
+
     def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
         super()._remove_keys_not_serialized(d)
         d.pop(OWNED, None)

@@ -4,6 +4,7 @@ The oracle are models that have one prior in all layers: a layer with the same w
 same, to the bit.
 """
 
+import copy
 import json
 from functools import partial
 
@@ -338,6 +339,16 @@ def test_pairs_that_are_drawn_anew_in_some_layers():
     assert not torch.equal(*outs) and int(model.draws.count) == 2
     with pytest.raises(ValueError, match="must have redraw=False in a stock model"):
         sp.apply_prior(STOCK["vit"].build(), {"layers": [redrawn, "dense", "dense"]})
+
+
+def test_the_prior_of_a_copied_config_can_be_set_wherever_it_lies():
+    model = sp.SparsePriorViTModel(deep("sparseprior_vit", "dense"))
+    with pytest.raises(ValueError, match="cannot be set"):
+        model.config.prior = MIXED
+    copied = copy.deepcopy(copy.copy(model.config))
+    assert "_owned" not in vars(copied)
+    copied.prior = MIXED
+    assert sp.SparsePriorViTModel(copied).config.prior_name != "dense"
 
 
 def test_numbers():
