@@ -17,6 +17,7 @@ from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.runs.locks import locked
 from hf_sparseprior.runs.tables import wilson_interval
 from hf_sparseprior.sparsification import timing
+from hf_sparseprior.sparsification.baselines import STEPS
 from hf_sparseprior.sparsification.data import Images, split
 from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK
@@ -236,7 +237,11 @@ def test_the_choice_stands_beside_others_of_its_time(timer):
     smaller = next(row for name, row in rows.items() if name.startswith("dense at"))
     # 24 of 32 pixels take (24 / 32)^2 of the time, 28 take more than the budget.
     assert smaller.name == "dense at 24x24 pixels" and smaller.share == 24**2 / 32**2
-    assert rows["token merging"].note
+    merging = next(row for name, row in rows.items() if "patches merged" in name)
+    keep = float(merging.name.split()[-3])
+    assert merging.share == 0.25 + 0.75 * keep <= rows["the choice"].share < 0.25 + 0.75 * (keep + 1 / STEPS)
+    stock = sp.sparsify(model_of("transformers"), images_of(), 0.75, settings=SETTINGS).report
+    assert next(row for row in stock.rows if row.name == "token merging").note
 
 
 # ---- the same choice, nothing twice ---------------------------------------------------------------------------------
