@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.adapters.lora import lora_config
+from hf_sparseprior.attention.request import AttentionRequest, from_layout
 from hf_sparseprior.base.files import replace_durably
+from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification.data import Images
 from hf_sparseprior.sparsification.sensitivity import tokens_of
 from hf_sparseprior.sparsification.settings import Settings
@@ -31,9 +33,10 @@ SAID_EVERY = 20.0
 class Recovery:
     """The training of a model that was made sparse.
 
-    Its loss is that of the search (`Subject.loss`) and, with the same weight, the relative change of the square of the
-    last block's tokens. The rate falls as half a cosine over the minutes, which are those of training alone; images are
-    mirrored at random.
+    Its loss is the sum of that of the search (`Subject.loss`), the relative change of the square of the last block's
+    tokens, and the KL divergence from the dense model of what the first prefix token, mostly the class token, attends
+    to, as the mean over heads and layers. The rate falls as half a cosine over the minutes, which are those of training
+    alone; images are mirrored at random.
 
     Args:
         model: changed in place.
@@ -52,8 +55,11 @@ class Recovery:
     ) -> None:
         self.subject, self.images, self.numbers, self.settings = subject, images, list(numbers), settings
         names = {module: name for name, module in subject.model.named_modules()}
-        last = names[subject.layers[-1].block]
-        self.blocks = [subject.dense.get_submodule(last), model.get_submodule(last)]
+        last = subject.layers[-1].block
+        self.blocks = [last, model.get_submodule(names[last])]
+        self.priors = [
+            [part for part in each.modules() if isinstance(part, PriorAttention)] for each in (subject.model, model)
+        ]
         self.model = model.requires_grad_(settings.tuning == "full")
         if settings.tuning == "lora":
             from peft import get_peft_model
@@ -102,12 +108,13 @@ class Recovery:
             group["lr"] = self.rate * 0.5 * (1 + math.cos(math.pi * progress))
         pixels = self._batch()
         with _tokens(self.blocks) as (dense_tokens, tokens):
-            with torch.no_grad():
-                dense = self.subject.outputs(pixels, self.subject.dense)
-            outputs = self.subject.outputs(pixels, self.model)
+            with torch.no_grad(), _prefix_rows(self.priors[0]) as dense_rows:
+                dense = self.subject.outputs(pixels)
+            with _prefix_rows(self.priors[1]) as rows:
+                outputs = self.subject.outputs(pixels, self.model)
             teacher, student = dense_tokens[-1], tokens[-1]
             change = (student - teacher).square().sum() / teacher.square().sum().clamp_min(TINY)
-        loss = self.subject.loss(outputs, dense).mean() + change
+        loss = self.subject.loss(outputs, dense).mean() + change + _divergence(dense_rows, rows)
         if not math.isfinite(value := float(loss.detach())):
             raise ValueError(f"recovery: the loss of step {self.steps + 1} is {value}; lower learning_rate={self.rate}")
         loss.backward()
@@ -155,6 +162,40 @@ class Recovery:
                 weight.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
         self.spent, self.steps = state["spent"], state["steps"]
+
+
+@contextmanager
+def _prefix_rows(priors: Sequence[PriorAttention]) -> Iterator[list[Tensor]]:
+    """Inside the block the attention of the first prefix token in each call of these layers is collected: logarithms of
+    the weights that its query gives to the keys of all tokens in raster order, (B, H, T). No pattern leaves any of
+    these pairs out. Layers without prefix tokens have none.
+    """
+    rows: list[Tensor] = []
+
+    def seen(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def see(request: AttentionRequest, *options: Any) -> Any:
+            if request.plan.num_prefix_tokens:
+                q, k = request.q[:, :, :1].float(), from_layout(request.plan, request.k).float()
+                scale = q.shape[-1] ** -0.5 if request.scale is None else request.scale
+                rows.append((scale * q @ k.mT).squeeze(2).log_softmax(-1))
+            return attend(request, *options)
+
+        return see
+
+    changed: list[Any] = list(priors)
+    for prior in changed:
+        prior.attend = seen(prior.attend)
+    try:
+        yield rows
+    finally:
+        for prior in changed:
+            del prior.attend
+
+
+def _divergence(dense: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor | float:
+    """Mean KL divergence of distributions from those of the dense model, each as logarithms (B, H, T)."""
+    each = [(teacher.exp() * (teacher - student)).sum(-1).mean() for teacher, student in zip(dense, rows, strict=True)]
+    return torch.stack(each).mean() if each else 0.0
 
 
 @contextmanager

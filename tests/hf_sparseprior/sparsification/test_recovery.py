@@ -1,8 +1,10 @@
 import pytest
 import torch
 from PIL import Image
+from transformers import ViTConfig, ViTModel
 
 import hf_sparseprior as sp
+from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import recovery, timing
 from hf_sparseprior.sparsification.candidates import parse_candidates
 from hf_sparseprior.sparsification.data import Images
@@ -10,7 +12,7 @@ from hf_sparseprior.sparsification.recovery import STATE, Recovery
 from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import Subject
 from tests.each import each
-from tests.hf_sparseprior.sparsification.fakes import BUILDERS, SETTINGS, Timer, images_of, model_of
+from tests.hf_sparseprior.sparsification.fakes import BUILDERS, SETTINGS, SIZES, Timer, images_of, model_of
 
 SECONDS = 10.0  # of a step, by the clock of these tests
 
@@ -135,3 +137,27 @@ def test_lora_on_a_model_whose_layers_are_not_known_is_refused_before_the_search
     monkeypatch.setattr(timing, "seconds_of_rounds", None)
     with pytest.raises(ValueError, match="targets"):
         sp.sparsify(model_of("timm"), images_of(), 0.6, settings={**SETTINGS, "minutes": 1, "tuning": "lora"})
+
+
+@each("prior", ["dense", "violin", {"support": {"name": "window", "w": 2, "order": "hilbert"}}])
+def test_what_the_class_token_attends_to(prior):
+    """That of the returned weights, of our models in any order of patches, and of transformers' written-out form."""
+    config = sp.SparsePriorViTConfig(**SIZES, prior=prior)
+    torch.manual_seed(0)
+    ours, images = sp.SparsePriorViTModel(config).eval(), images_of(2)
+    stock = sp.apply_prior(ViTModel(ViTConfig(**SIZES), add_pooling_layer=False).eval(), prior)
+    with torch.no_grad():
+        for model in (ours, stock):
+            layers = [part for part in model.modules() if isinstance(part, PriorAttention)]
+            with recovery._prefix_rows(layers) as rows:
+                model(images)
+            weights = model(images, output_attentions=True).attentions
+            assert len(rows) == len(weights) == 3
+            for row, expected in zip(rows, weights, strict=True):
+                torch.testing.assert_close(row.exp(), expected[:, :, 0])
+            assert not any("attend" in vars(layer) for layer in layers)
+            other = [row.flip(-1) for row in rows]
+            divergence = float(recovery._divergence(rows, other))
+            plain = torch.nn.functional.kl_div(torch.stack(other), torch.stack(rows), log_target=True, reduction="none")
+            assert divergence == pytest.approx(float(plain.sum(-1).mean()), rel=1e-5) and divergence > 0
+    assert recovery._divergence([], []) == 0
