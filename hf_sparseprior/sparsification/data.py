@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,3 +152,26 @@ def _label(file: Path, home: Path, classes: Sequence[str] | None) -> int | None:
 def digest(pixels: Tensor) -> str:
     """SHA-256 of images, by which a search knows them again."""
     return hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()
+
+
+def resized_processor(saved: Mapping[str, Any] | None, sides: tuple[int, int] | None) -> Mapping[str, Any] | None:
+    """The settings of an image processor that crops, for crops of (height, width): the same part of a larger image.
+
+    Others follow the size of the images by themselves (`fitted_processor`).
+    """
+    if saved is None or sides is None or not saved.get("do_center_crop"):
+        return saved
+    crop = _sides(saved["crop_size"])
+    factor = max(new / old for new, old in zip(sides, crop, strict=True))
+
+    def larger(size: Any) -> Any:
+        if isinstance(size, Mapping):
+            return {key: larger(value) for key, value in size.items()}
+        return round(factor * size) if isinstance(size, (int, float)) else size
+
+    height, width = sides
+    return {**saved, "crop_size": {"height": height, "width": width}, "size": larger(saved.get("size"))}
+
+
+def _sides(crop: Any) -> tuple[int, int]:
+    return (crop["height"], crop["width"]) if isinstance(crop, Mapping) else (crop, crop)

@@ -32,7 +32,7 @@ from hf_sparseprior.sparsification import baselines
 from hf_sparseprior.sparsification.accuracy import measure_name, measured
 from hf_sparseprior.sparsification.candidates import default_candidates, parse_candidates
 from hf_sparseprior.sparsification.choice import Point
-from hf_sparseprior.sparsification.data import Images, Parts, digest, read_images, split
+from hf_sparseprior.sparsification.data import Images, Parts, digest, read_images, resized_processor, split
 from hf_sparseprior.sparsification.plan import Plan
 from hf_sparseprior.sparsification.recovery import STATE, Recovery
 from hf_sparseprior.sparsification.report import JSON, Report, Row
@@ -235,7 +235,7 @@ def _begin(
         _check_saved(subject.original)
     if settings.tuning == "lora":
         lora_config(subject.original)  # refused now, and not after the search
-    prepared = fitted_processor(saved, subject.exported)
+    prepared = fitted_processor(resized_processor(saved, settings.sides), subject.exported)
     images = _images(given, labels, subject, prepared)
     parts = split(images, settings.calibration, settings.test, settings.seed)
     if settings.minutes and not parts.recovery:
