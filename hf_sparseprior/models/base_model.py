@@ -178,8 +178,11 @@ def resized_config(
         loads = {key: left.pop(key) for key in LOADS if key in left}
         given, left = config_class.from_pretrained(source, **place, **left, return_unused_kwargs=True)
         left = {**{key: value for key, value in left.items() if key not in PLACE}, **loads}
-    saved = config_class.from_pretrained(source, **place)
-    return None if as_pair(saved.image_size) == as_pair(given.image_size) else (given, left)
+    saved, _ = config_class.get_config_dict(source, **place)
+    if not saved:  # the config that is given stands in for a file that is missing
+        return None
+    size = config_class.from_dict(saved).image_size
+    return None if as_pair(size) == as_pair(given.image_size) else (given, left)
 
 
 class DrawCount(PriorModule):
