@@ -148,7 +148,10 @@ def cell(head, family):
 def table():
     """The table as docs/heads.md has it."""
     titles = [FAMILIES[family].architecture for family in BACKBONES]
-    lines = [f"| task head | class of transformers | maps | {' | '.join(titles)} |", "|---|---|---|" + "---|" * len(titles)]
+    lines = [
+        f"| task head | class of transformers | maps | {' | '.join(titles)} |",
+        "|---|---|---|" + "---|" * len(titles),
+    ]
     for name, head in heads.HEADS.items():
         cells = " | ".join(cell(name, family) for family in BACKBONES)
         lines.append(f"| `{name}` | {head.model} | {needs(head)} | {cells} |")
