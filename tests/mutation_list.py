@@ -172,8 +172,8 @@ TRAINING = (
     ),
     Mutation(
         "beta decays",
-        "hf_sparseprior/training/trainer.py::SparsePriorTrainer.get_decay_parameter_names",
-        *("logic", "and", "test_trainer.py", "no_decay", 2),
+        "hf_sparseprior/training/layer_decay.py::decayed_names",
+        *("logic", "and", "test_trainer.py", "no_decay"),
     ),
     Mutation(
         "mixed labels sum to more than one",

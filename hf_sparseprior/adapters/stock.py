@@ -243,7 +243,7 @@ def _resolved_layers(prior: PriorSpec | None, encoder: Any) -> list[ResolvedPrio
     Raises:
         ValueError: for a bad prior; of several the message has the layers.
     """
-    count, slots = len(encoder.attention), []
+    count = len(encoder.attention)
     if has_layers(prior):
         parts = numbered(cast("Mapping[str, Any]", prior)[PER_LAYER], count, f"prior: {PER_LAYER}")
         slots = [(numbers, _with_identity(parse_prior(spec))) for numbers, spec in parts]

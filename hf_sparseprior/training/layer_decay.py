@@ -42,6 +42,19 @@ def layer_depths(names: Iterable[str]) -> tuple[dict[str, int], int]:
     return {name: len(layers) + 1 if depth is None else depth for name, depth in depths.items()}, len(layers)
 
 
+def decayed_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay applies to: those of two dimensions and more, without those that
+    `no_weight_decay` of a module names.
+    """
+    exempt = {
+        id(module.get_parameter(name))
+        for module in model.modules()
+        if callable(no_weight_decay := getattr(module, "no_weight_decay", None))
+        for name in no_weight_decay()
+    }
+    return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in exempt]
+
+
 def parameter_groups(
     model: nn.Module,
     decayed: Collection[str],

@@ -32,7 +32,7 @@ from hf_sparseprior.training.distillation import Distillation, learns_from_score
 from hf_sparseprior.training.ema import EMA_FILE, WeightAverage
 from hf_sparseprior.training.finite import CONTINUE, SETTING, Diverged, LossWatch, all_finite
 from hf_sparseprior.training.keep_rate import KeepRateSchedule, evit_modules
-from hf_sparseprior.training.layer_decay import parameter_groups
+from hf_sparseprior.training.layer_decay import decayed_names, parameter_groups
 from hf_sparseprior.training.learning import LearningWatch, has_label, learn_behind_frozen, logger
 from hf_sparseprior.training.progressive import SETTING as SIZES
 from hf_sparseprior.training.progressive import ProgressiveSizes
@@ -142,17 +142,11 @@ class SparsePriorTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module, *args: Any) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        exempt = {
-            id(module.get_parameter(name))
-            for module in model.modules()
-            if callable(no_weight_decay := getattr(module, "no_weight_decay", None))
-            for name in no_weight_decay()
-        }
-        if self.distillation is not None and self.distillation.penalises_up:
-            exempt |= {id(weight) for weight in trained_up_weights(model).values()}
-        return [
-            name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in exempt
-        ]
+        names = decayed_names(model)
+        if self.distillation is None or not self.distillation.penalises_up:
+            return names
+        penalised = {id(weight) for weight in trained_up_weights(model).values()}
+        return [name for name in names if id(model.get_parameter(name)) not in penalised]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer, with learning rates by layer or for the prior if `layer_decay` or `backbone_learning_rate`

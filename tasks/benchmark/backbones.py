@@ -19,7 +19,7 @@ from hf_sparseprior.base.families import preset_family
 from tasks.benchmark import lone_process, report
 from tasks.benchmark.commands import DENSE
 from tasks.benchmark.entry import Benchmark, Case, Session, turned, unique
-from tasks.benchmark.model_contenders import preset_config
+from tasks.benchmark.model_contenders import check_preset, preset_config
 from tasks.benchmark.timing import Call
 
 
@@ -49,10 +49,7 @@ class Backbones(Benchmark):
         for model in arguments.models:
             if preset_family(model).backbone is None:
                 raise ValueError(f"--models {model}: {preset_family(model).title} has no backbone")
-            for pixels in arguments.sizes:
-                report.check_positive(sizes=pixels)
-                for prior in arguments.priors:
-                    preset_config(model, pixels, prior)
+            check_preset(model, arguments)
 
     def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
         """Rounds, in each of them sizes, models and priors, the priors in turns."""

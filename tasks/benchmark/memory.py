@@ -19,7 +19,7 @@ from tasks.benchmark import lone_process, report
 from tasks.benchmark.commands import CHECKPOINTED, DENSE
 from tasks.benchmark.commands import MEMORY_PASSES as PASSES
 from tasks.benchmark.entry import Benchmark, Case, Row, Session, unique
-from tasks.benchmark.model_contenders import Contender, ModelRun, preset_config
+from tasks.benchmark.model_contenders import Contender, ModelRun, check_preset
 
 FORWARD = PASSES[0]
 UNTIMED = ("seconds", "calls", "first_call")
@@ -46,10 +46,7 @@ class PeakMemory(Benchmark):
     def check(self, arguments: argparse.Namespace) -> None:
         """A bad name or size ends the command before the first measurement."""
         for model in arguments.models:
-            for pixels in arguments.sizes:
-                report.check_positive(sizes=pixels)
-                for prior in arguments.priors:
-                    preset_config(model, pixels, prior)
+            check_preset(model, arguments)
 
     def plan(self, arguments: argparse.Namespace) -> Iterable[list[Case]]:
         """Small images first."""

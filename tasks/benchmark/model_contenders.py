@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import tempfile
@@ -98,6 +99,14 @@ def preset_config(preset: str, resolution: int, prior: Any = "dense") -> Any:
         ValueError: for an unknown preset, a bad resolution or prior.
     """
     return preset_family(preset).make_config(preset, image_size=resolution, prior=prior)
+
+
+def check_preset(preset: str, arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a size or a prior of `arguments` that a preset does not take, and an unknown preset."""
+    for pixels in arguments.sizes:
+        report.check_positive(sizes=pixels)
+        for prior in arguments.priors:
+            preset_config(preset, pixels, prior)
 
 
 class ModelRun:

@@ -39,6 +39,7 @@ from hf_sparseprior.training.distillation import (
     prune_predictors,
     train_predictors_alone,
 )
+from hf_sparseprior.training.layer_decay import decayed_names
 from tasks.canvases.contenders import DENSE, SPARSIFY, VARIANTS, Run, Scale
 from tasks.canvases.data import LABELS, SELECTION_SEED, TEST_SEED, Canvases, as_input, read_pools
 from tasks.canvases.patches import changed_model
@@ -381,16 +382,11 @@ def predict(
 
 
 def make_optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
-    """AdamW over what is trained; matrices alone decay, without those that `no_weight_decay` of a module names."""
-    exempt = {
-        id(module.get_parameter(name))
-        for module in model.modules()
-        if callable(names := getattr(module, "no_weight_decay", None))
-        for name in names()
-    }
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trained if parameter.dim() > 1 and id(parameter) not in exempt]
-    others = [parameter for parameter in trained if parameter.dim() <= 1 or id(parameter) in exempt]
+    """AdamW over what is trained, with the weight decay of `SparsePriorTrainer`."""
+    names = set(decayed_names(model))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decayed = [parameter for name, parameter in trained if name in names]
+    others = [parameter for name, parameter in trained if name not in names]
     return torch.optim.AdamW(
         [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}], lr=rate
     )
