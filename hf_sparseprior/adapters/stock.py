@@ -69,7 +69,7 @@ def apply_prior(model: Model, prior: str | Mapping[str, Any]) -> Model:
             frozen, as the base model's are: peft would not save them.
         prior: as in `SparsePriorViTConfig`, also {"layers": ...}, over all attention layers. Extras must be within
             attention, and not on ViTMAE and where attention sees several frames together: there `time` of the prior
-            says how it sees them ("violin+clip"). In a TimeSformer attention over time alone stays as it is.
+            says how it sees them ("violin+clip"). In a TimeSformer attention over time alone does not change.
 
     Returns:
         The model.
