@@ -113,6 +113,9 @@ def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[st
             f"dense has no further seeds at {group.side} pixels: in {pilot['minutes']:.1f} minutes seed 0 reached "
             f"{best:.1f} % of the selection set at most, below twice chance."
         )
+    starts = {record["start_sha256"] for by_seed in runs.values() for record in by_seed.values()}
+    if len(starts) > 1:
+        parts.append(f"The runs began from {len(starts)} starts, made in the same way; runs of one seed share one.")
     wanted = dict.fromkeys(
         name
         for planned in scale.groups
@@ -125,18 +128,21 @@ def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[st
 
 
 def check_starts(runs: Mapping[str, Runs]) -> None:
-    """Raise ValueError if runs of one group began with different models."""
+    """Raise ValueError if runs of one group and seed began with different models."""
     for group, rows in runs.items():
-        known = {record["start_sha256"] for by_seed in rows.values() for record in by_seed.values()}
-        if len(known) > 1:
-            raise ValueError(f"{group}: the runs started from {len(known)} models, not from one")
+        known: dict[int, set[str]] = {}
+        for seed, record in (item for by_seed in rows.values() for item in by_seed.items()):
+            known.setdefault(seed, set()).add(record["start_sha256"])
+        for seed, starts in known.items():
+            if len(starts) > 1:
+                raise ValueError(f"{group}: the runs of seed {seed} started from {len(starts)} models, not from one")
 
 
 def report_text(scale: Scale, records: Path) -> str:
     """The whole text in Markdown.
 
     Raises:
-        ValueError: without records, and if runs of one group began with different models.
+        ValueError: without records, and if runs of one seed of a group began with different models.
     """
     groups = groups_of(scale, records)
     if not groups:

@@ -21,13 +21,14 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.sources.arrays import read_fashion_mnist
+from hf_sparseprior.models.pretrained import weights_sha256
 from hf_sparseprior.runs.command import first_line, run_command
 from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.runs.run_folder import MODEL, RESULTS, InUse, check_place, finished_results, results_of
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.canvases import commands, report, times
 from tasks.canvases.contenders import CONTENDERS, SCALES, Run, Scale, runs_of
-from tasks.canvases.loop import check_device, do_run, run_folder
+from tasks.canvases.loop import check_device, do_run, run_folder, start_folder
 from tasks.canvases.report import learns_nothing, records_folder
 from tasks.common.queue import Job, Queue, RunsFailed
 from tasks.common.records import add_records, read_records
@@ -89,7 +90,7 @@ class Experiment:
         return results_of(self.folder(run), run.config(self.scale))
 
     def check(self) -> None:
-        """Refuse folders of other runs, and records whose start is gone, before anything runs.
+        """Refuse folders of other runs, and a mixture of starts, before anything runs.
 
         Raises:
             ValueError, OSError: the message has the folder.
@@ -97,15 +98,26 @@ class Experiment:
         check_place(self.out, "--out")
         check_place(self.records, "--records")
         for run in self.runs:
-            if self.is_done(run):
+            if self.is_done(run) or self.dropped(run):
                 continue
             with suppress(InUse):  # the queue waits for what another command does
                 finished_results(self.folder(run), run.config(self.scale), overwrite=False, field="--out")
-            if run.is_start and self.has_record(run):
+            if not run.is_start and (starts := self._recorded_starts(run)) - {self._start(run)}:
                 raise ValueError(
-                    f"--records {self.records} has {run.name}, whose model is not in --out {self.out}; give the folder "
-                    "of that run, or another folder of records"
+                    f"--records {self.records} has runs of {run.group} seed {run.seed} from a start "
+                    f"({min(starts)[:8]}) that is not in --out {self.out}; runs of one seed have one start: give the "
+                    "folder of those runs, other --seeds, or another folder of records"
                 )
+
+    def _recorded_starts(self, run: Run) -> set[str]:
+        """SHA-256 of the models that the recorded runs of this group and seed began with."""
+        recorded = read_records(self.records / run.group).values()
+        return {by_seed[run.seed]["start_sha256"] for by_seed in recorded if run.seed in by_seed}
+
+    def _start(self, run: Run) -> str | None:
+        """SHA-256 of the model that a run would begin with; None if it is still to be made."""
+        folder = start_folder(self.out, run)
+        return weights_sha256(folder) if folder is not None and folder.is_dir() else None
 
     def collect(self) -> None:
         """Bring what is finished into the records."""
@@ -120,7 +132,8 @@ class Experiment:
         return run.can_be_dropped and 0 in pilots and learns_nothing(pilots[0])
 
     def do(self, jobs: int | None) -> None:
-        """All runs that are left: starts stage by stage, then the others, dense ones of more seeds last.
+        """All runs that are left, variant by variant: starts stage by stage, then the others, dense ones of more seeds
+        last.
 
         Args:
             jobs: processes at a time; None: one run after another in this process.
@@ -130,12 +143,18 @@ class Experiment:
         """
         self.check()
         self.collect()
-        starts = [run for run in self.runs if run.is_start]
-        stages = [[run for run in starts if run.side == stage.side] for stage in self.scale.start]
-        others = [run for run in self.runs if not run.is_start]
         failed: list[str] = []
-        for stage in stages:
-            self._do_all([run for run in stage if not self.is_done(run)], jobs)
+        for variant in dict.fromkeys(run.variant for run in self.runs):
+            failed += self._do_variant([run for run in self.runs if run.variant == variant], jobs)
+        if failed:
+            raise RunsFailed("\n".join(failed))
+
+    def _do_variant(self, runs: Sequence[Run], jobs: int | None) -> list[str]:
+        """The runs of one variant; what failed."""
+        for stage in self.scale.start:
+            starts = [run for run in runs if run.is_start and run.side == stage.side]
+            self._do_all([run for run in starts if not self.is_done(run)], jobs)
+        others, failed = [run for run in runs if not run.is_start], []
         for can_be_dropped in (False, True):
             left = []
             for run in (run for run in others if run.can_be_dropped == can_be_dropped and not self.is_done(run)):
@@ -147,8 +166,7 @@ class Experiment:
                 self._do_all(left, jobs)
             except RunsFailed as error:
                 failed.append(str(error))
-        if failed:
-            raise RunsFailed("\n".join(failed))
+        return failed
 
     def _do_all(self, runs: Sequence[Run], jobs: int | None) -> None:
         if jobs is None:

@@ -87,8 +87,13 @@ def test_without_records_there_is_no_report(tmp_path, capsys):
 def test_runs_from_two_starts_are_not_compared(tmp_path):
     rows = [("dense", record("dense", 0, 0.5)), ("half", record("half", 0, 0.5, start="two"))]
     add_records(tmp_path / "128_class", rows)
-    with pytest.raises(ValueError, match="128_class: the runs started from 2 models, not from one"):
+    with pytest.raises(ValueError, match="128_class: the runs of seed 0 started from 2 models, not from one"):
         report_text(SCALES["cpu"], tmp_path)
+
+
+def test_seeds_from_two_starts_are_said(tmp_path):
+    add_records(tmp_path / "128_class", [("half", record("half", seed, 0.5, start=str(seed))) for seed in (0, 1)])
+    assert "The runs began from 2 starts, made in the same way" in report_text(SCALES["cpu"], tmp_path)
 
 
 def test_every_contender_is_drawn(tmp_path, monkeypatch):

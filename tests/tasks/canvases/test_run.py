@@ -204,12 +204,24 @@ def test_the_command_does_what_is_left_and_nothing_twice(small, tmp_path, capsys
     assert main(command(tmp_path)) == 0
 
 
-def test_records_are_enough(small, tmp_path):
-    """Where the runs' folder is gone, nothing is done again; a new run would need another start, which is refused."""
+def test_records_are_enough(small, tmp_path, capsys):
+    """Where the runs' folder is gone, nothing is done again; a new run of a recorded seed would need another start."""
     assert main(command(tmp_path, "--only", "dense", "half")) == 0
     (tmp_path / "out").rename(tmp_path / "gone")
     assert main(command(tmp_path, "--only", "dense", "half")) == 0 and not (tmp_path / "out").exists()
     assert main(command(tmp_path)) == 2 and not (tmp_path / "out").exists()
+    assert "from a start (" in capsys.readouterr().err
+
+
+def test_another_seed_may_have_another_start(small, tmp_path, monkeypatch, capsys):
+    assert main(command(tmp_path, "--only", "half")) == 0
+    (tmp_path / "out").rename(tmp_path / "gone")
+    monkeypatch.setitem(SCALES, "smoke", small.of(["half"], seeds=(0, 1)))
+    monkeypatch.setattr(loop.torch, "manual_seed", lambda seed, draw=loop.torch.manual_seed: draw(seed + 5))
+    assert main(command(tmp_path)) == 0
+    assert sorted(read_records(tmp_path / "records/64_class")["half"]) == [0, 1]
+    assert "The runs began from 2 starts" in capsys.readouterr().out
+    assert len(read_records(tmp_path / "records/start_class")) == 1
 
 
 def test_a_list_does_nothing(tmp_path, capsys):
