@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hf_sparseprior.adapters.token_layout import patch_projection
 from hf_sparseprior.cli.exportable import vision_config
 from hf_sparseprior.models.base_config import as_pair
-from hf_sparseprior.sparsification.choice import DENSE
+from hf_sparseprior.sparsification.choice import DENSE, promising
 from hf_sparseprior.sparsification.search import MET, Search
 
 Forward = Callable[[Tensor], Tensor]
@@ -24,15 +24,21 @@ def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], f
     Returns:
         Its name, the choice and the share of the time; or why there is none.
     """
-    choices = []
+    choices: dict[tuple[int, ...], int] = {}
     for candidate in range(1, len(search.candidates) + 1):
         choice = tuple(candidate if saved[candidate] > 0 else DENSE for saved in search.table)
         predicted = 1 - search.gain * sum(saved[one] for saved, one in zip(search.table, choice, strict=True))
         if any(choice) and predicted <= budget:
-            choices.append((search.loss(choice), candidate, choice))
-    for _, candidate, choice in sorted(choices):
-        if (share := search.share(choice, "uniform")) <= MET * budget:
-            return search.candidates[candidate - 1].name, choice, share
+            choices[choice] = candidate
+    left = list(choices)
+    while left:
+        kept = promising([0.0] * len(left), [search.first_losses(choice) for choice in left])
+        better = [choice for choice, keep in zip(left, kept, strict=True) if keep]
+        fast = {choice: share for choice in better if (share := search.share(choice, "uniform")) <= MET * budget}
+        if fast:
+            best = min(fast, key=search.loss)
+            return search.candidates[choices[best] - 1].name, best, fast[best]
+        left = [choice for choice in left if choice not in better]
     return "no candidate in all layers meets the budget"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 UNITS = 10_000  # of the dense model's time
 DENSE = 0  # the number of the dense candidate
+FEW, CLEARLY = 4, 2.0  # images and standard errors, see `promising`
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,24 @@ def _choice(units: Sequence[Sequence[int]], chosen: np.ndarray, saved: int) -> t
 def least_loss(points: Sequence[Point], share: float) -> Point | None:
     """The point of least loss that takes no more than this share of the dense model's time; None: no point does."""
     return next((point for point in points if point.share <= share), None)
+
+
+def promising(savings: Sequence[float], losses: Sequence[Sequence[float]]) -> list[bool]:
+    """Which candidates may still be the best at some budget, judged by their losses on a few images.
+
+    One is not if another that saves as much or more has a mean loss that is lower by more than `CLEARLY` standard
+    errors of the difference, which is taken image by image. Of fewer than `FEW` images nothing is concluded.
+
+    Args:
+        savings: of each candidate. losses: of each candidate on each image, all on the same.
+    """
+    if not losses or len(losses[0]) < FEW:
+        return [True] * len(losses)
+    values = np.asarray(losses)
+
+    def is_beaten(one: int, other: int) -> bool:
+        difference = values[one] - values[other]
+        return difference.mean() > CLEARLY * difference.std(ddof=1) / math.sqrt(len(difference))
+
+    every = range(len(savings))
+    return [not any(savings[other] >= savings[one] and is_beaten(one, other) for other in every) for one in every]

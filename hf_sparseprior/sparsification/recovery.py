@@ -21,6 +21,7 @@ from hf_sparseprior.sparsification.data import Images
 from hf_sparseprior.sparsification.sensitivity import tokens_of
 from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import TINY, Subject
+from hf_sparseprior.training.layer_decay import adamw
 
 STATE = "recovery.pt"
 BATCH = 16
@@ -68,7 +69,7 @@ class Recovery:
             self.model = get_peft_model(model, lora_config(model))
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.rate = settings.learning_rate or RATES[settings.tuning]
-        self.optimizer = torch.optim.AdamW(self.weights, lr=self.rate, weight_decay=WEIGHT_DECAY)
+        self.optimizer = adamw(self.model, self.rate, WEIGHT_DECAY)
         self.path = None if folder is None else folder / STATE
         self.spent, self.steps = 0.0, 0
         if self.path is not None and self.path.is_file():

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import fmean, median
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.candidates import Candidate
-from hf_sparseprior.sparsification.choice import DENSE, UNITS, Point, frontier, least_loss
+from hf_sparseprior.sparsification.choice import DENSE, UNITS, Point, frontier, least_loss, promising
 from hf_sparseprior.sparsification.plan import Plan
-from hf_sparseprior.sparsification.sensitivity import dense_outputs, loss_of, losses_of_layer
+from hf_sparseprior.sparsification.sensitivity import LayerChanged, dense_outputs, losses_of
 from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import Call, Layer, Subject, captured
 
@@ -134,28 +135,38 @@ class Search:
     # ---- losses -----------------------------------------------------------------------------------------------------
 
     def losses(self, savings: Sequence[Sequence[float]]) -> list[list[float]]:
-        """For each layer and candidate the loss of the model with that layer changed; infinite if it saves nothing."""
+        """For each layer and candidate the loss of the model with that layer changed.
+
+        Infinite if it saves nothing, or if another one is clearly better on the first batch of images.
+        """
         self.dense = dense_outputs(self.subject, self.batches)
-        table = []
+        table, left = [], TimeLeft(len(savings))
         for number, saved in enumerate(savings):
             wanted = [index for index in range(1, len(saved)) if saved[index] * UNITS >= 1]
-            names = {index: f"loss of layer {number + 1}: {self.candidates[index - 1].name}" for index in wanted}
-            left = [index for index in wanted if names[index] not in self.plan]
-            if left:
-                self.say(f"layer {number + 1} of {len(savings)}: loss of {len(left)} candidates")
-                priors = [prior for index in left if (prior := self.priors[number][index - 1]) is not None]
-                measured = losses_of_layer(self.subject, number, priors, self.batches, self.dense)
-                for index, loss in zip(left, measured, strict=True):
-                    if not math.isfinite(loss):
-                        raise ValueError(f"{names[index]} is {loss}; images and outputs must be finite")
-                    self.plan.add(names[index], loss)
-            table.append(
-                [
-                    0.0,
-                    *(self.plan.values[names[index]] if index in names else math.inf for index in range(1, len(saved))),
-                ]
-            )
+            names = {index: f"of layer {number + 1}: {self.candidates[index - 1].name}" for index in wanted}
+            if any(f"first losses {name}" not in self.plan for name in names.values()):
+                self.say(f"layer {number + 1} of {len(savings)}: loss of {len(wanted)} candidates{left}")
+            changed, losses = LayerChanged(self.subject, number, self.batches, self.dense), [math.inf] * len(saved)
+            priors = {index: prior for index in wanted if (prior := self.priors[number][index - 1]) is not None}
+            first = {
+                index: self._losses(f"first losses {names[index]}", partial(changed.losses, priors[index], [0]))
+                for index in wanted
+            }
+            kept = promising([saved[index] for index in wanted], list(first.values()))
+            for index in (index for index, keep in zip(wanted, kept, strict=True) if keep):
+                others = partial(changed.losses, priors[index], range(1, len(self.batches)))
+                rest = self._losses(f"other losses {names[index]}", others) if len(self.batches) > 1 else []
+                losses[index] = fmean([*first[index], *rest])
+            left.layer_done()
+            table.append([0.0, *losses[1:]])
         return table
+
+    def _losses(self, name: str, make: Callable[[], list[float]]) -> list[float]:
+        """Losses on images, from the plan or measured now."""
+        losses = self.plan.values[name] if name in self.plan else make()
+        if odd := [loss for loss in losses if not math.isfinite(loss)]:
+            raise ValueError(f"{name}: one is {odd[0]}; images and outputs must be finite")
+        return self.plan.value(name, lambda: losses)
 
     def priors_of(self, choice: Sequence[int]) -> list[ResolvedPrior | None]:
         """The prior of each layer of a choice; None: dense, as it is."""
@@ -163,8 +174,18 @@ class Search:
 
     def loss(self, choice: Sequence[int]) -> float:
         """The loss of the model with all of a choice, on calibration images."""
-        name = f"loss of {_digits(choice)}"
-        return self.plan.value(name, lambda: loss_of(self.subject, self.priors_of(choice), self.batches, self.dense))
+        return fmean([*self.first_losses(choice), *self._losses_of(choice, "other", slice(1, None))])
+
+    def first_losses(self, choice: Sequence[int]) -> list[float]:
+        """On each image of the first batch."""
+        return self._losses_of(choice, "first", slice(1))
+
+    def _losses_of(self, choice: Sequence[int], which: str, part: slice) -> list[float]:
+        batches, dense = self.batches[part], self.dense[part]
+        if not batches:
+            return []
+        name = f"{which} losses of {_digits(choice)}"
+        return self._losses(name, lambda: losses_of(self.subject, self.priors_of(choice), batches, dense))
 
     # ---- the choice -------------------------------------------------------------------------------------------------
 
@@ -245,6 +266,26 @@ class Search:
         growth = (min(least, fastest) / budget - 1 + pairs) / pairs
         sides = [math.ceil(side * math.sqrt(max(growth, 1.0)) / 32) * 32 for side in (height, width)]
         return f"{text}; at about {sides[0]}x{sides[1]} it could be met (an estimate, by how attention grows)"
+
+
+class TimeLeft:
+    """How long the layers that are left will take, by those that were done. A layer takes the longer the more blocks
+    come after it. Its text begins with a semicolon, and is empty where nothing is known.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.layers, self.done, self.began = layers, 0, monotonic()
+
+    def layer_done(self) -> None:
+        """Another layer is done."""
+        self.done += 1
+
+    def __str__(self) -> str:
+        seconds, left = monotonic() - self.began, self.layers - self.done
+        if not self.done or seconds < 1:  # done before
+            return ""
+        blocks = self.layers * (self.layers + 1) - left * (left + 1)
+        return f"; about {max(1, round(seconds / blocks * left * (left + 1) / 60))} min left for losses"
 
 
 def _with_pairs(after: PriorAttention, call: Call) -> object:

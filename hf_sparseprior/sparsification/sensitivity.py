@@ -6,7 +6,7 @@ give does not change: it is computed once, and these blocks do not run again, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,10 @@ def dense_outputs(subject: Subject, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def loss_of(
+def losses_of(
     subject: Subject, priors: Sequence[ResolvedPrior | None], batches: Sequence[Tensor], dense: Sequence[Tensor]
-) -> float:
-    """Mean loss over images of the model with these priors; None: a layer's own.
+) -> list[float]:
+    """Loss on each image of the model with these priors; None: a layer's own.
 
     Args:
         batches: images (B, channels, height, width). dense: `dense_outputs` of them.
@@ -36,28 +36,35 @@ def loss_of(
         losses = [
             subject.loss(subject.outputs(pixels), outputs) for pixels, outputs in zip(batches, dense, strict=True)
         ]
-    return float(torch.cat(losses).mean())
+    return torch.cat(losses).tolist()
 
 
-@torch.no_grad()
-def losses_of_layer(
-    subject: Subject,
-    number: int,
-    priors: Sequence[ResolvedPrior],
-    batches: Sequence[Tensor],
-    dense: Sequence[Tensor],
-) -> Iterator[float]:
-    """Mean loss over images with one layer changed, for each of these priors in turn."""
-    blocks = [layer.block for layer in subject.layers]
-    begun = [_outputs_before(subject, blocks, number, pixels) for pixels in batches]
-    for prior in priors:
-        losses = []
-        layer = subject.layers[number]
-        with layer.changed(layer.dense.with_pairs(prior)):
-            for pixels, expected, before in zip(batches, dense, begun, strict=True):
-                with _skipped(blocks[:number] if before is not None else [], before):
-                    losses.append(subject.loss(subject.outputs(pixels), expected))
-        yield float(torch.cat(losses).mean())
+class LayerChanged:
+    """One layer of a model that is changed while all others stay dense.
+
+    Args:
+        number: of the layer, from 0.
+        batches: images (B, channels, height, width). dense: `dense_outputs` of them.
+    """
+
+    def __init__(self, subject: Subject, number: int, batches: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
+        self.subject, self.number, self.batches, self.dense = subject, number, batches, dense
+        self.blocks = [layer.block for layer in subject.layers]
+        self.before: dict[int, Any] = {}  # by the number of a batch
+
+    @torch.no_grad()
+    def losses(self, prior: ResolvedPrior, batches: Iterable[int]) -> list[float]:
+        """Loss on each image of these batches, given by their numbers."""
+        found, layer = [], self.subject.layers[self.number]
+        for batch in batches:
+            pixels = self.batches[batch]
+            if batch not in self.before:
+                self.before[batch] = _outputs_before(self.subject, self.blocks, self.number, pixels)
+            before = self.before[batch]
+            skipped = self.blocks[: self.number] if before is not None else []
+            with layer.changed(layer.dense.with_pairs(prior)), _skipped(skipped, before):
+                found.append(self.subject.loss(self.subject.outputs(pixels), self.dense[batch]))
+        return torch.cat(found).tolist()
 
 
 def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, pixels: Tensor) -> Any:

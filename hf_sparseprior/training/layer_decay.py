@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_sparseprior.priors.prior import is_prior_weight
@@ -47,12 +48,24 @@ def decayed_names(model: nn.Module) -> list[str]:
     `no_weight_decay` of a module names.
     """
     exempt = {
-        id(module.get_parameter(name))
+        id(parameter)
         for module in model.modules()
         if callable(no_weight_decay := getattr(module, "no_weight_decay", None))
-        for name in no_weight_decay()
+        for name, parameter in module.named_parameters()
+        if name in no_weight_decay()  # in timm it also names parameters that a model has not
     }
     return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and id(parameter) not in exempt]
+
+
+def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over what is trained, where only `decayed_names` decay."""
+    names = set(decayed_names(model))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decayed = [parameter for name, parameter in trained if name in names]
+    others = [parameter for name, parameter in trained if name not in names]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}], lr=learning_rate
+    )
 
 
 def parameter_groups(

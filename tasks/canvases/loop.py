@@ -39,7 +39,7 @@ from hf_sparseprior.training.distillation import (
     prune_predictors,
     train_predictors_alone,
 )
-from hf_sparseprior.training.layer_decay import decayed_names
+from hf_sparseprior.training.layer_decay import adamw
 from tasks.canvases.contenders import DENSE, SPARSIFY, VARIANTS, Run, Scale
 from tasks.canvases.data import LABELS, SELECTION_SEED, TEST_SEED, Canvases, as_input, read_pools
 from tasks.canvases.patches import changed_model
@@ -171,7 +171,7 @@ class Training:
             self.distillation.check(self.model)
         elif len(self.ends) > 1:
             freeze_predictors(self.model)
-        self.optimizer = make_optimizer(self.model, self.run.rate)
+        self.optimizer = adamw(self.model, self.run.rate, WEIGHT_DECAY)
         if saved is not None:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -379,14 +379,3 @@ def predict(
             labels.append(answers)
             predicted.append(model(pixel_values=as_input(images, shrink)).logits.argmax(-1))
     return torch.cat(labels).cpu().numpy(), torch.cat(predicted).cpu().numpy()
-
-
-def make_optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
-    """AdamW over what is trained, with the weight decay of `SparsePriorTrainer`."""
-    names = set(decayed_names(model))
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    decayed = [parameter for name, parameter in trained if name in names]
-    others = [parameter for name, parameter in trained if name not in names]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}], lr=rate
-    )

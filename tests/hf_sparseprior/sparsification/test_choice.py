@@ -2,9 +2,11 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
-from hf_sparseprior.sparsification.choice import UNITS, frontier, least_loss
+from hf_sparseprior.sparsification.choice import FEW, UNITS, frontier, least_loss, promising
 from tests.each import each
 
 
@@ -71,3 +73,27 @@ def test_what_costs_no_loss_is_taken():
     assert [point.choice for point in points] == [(1, 0), (1, 1)]
     assert least_loss(points, 0.95).choice == (1, 0)
     assert least_loss(points, 0.6) is None
+
+
+def test_a_candidate_that_is_clearly_worse_gets_no_more_images():
+    noise = [0.1, -0.1, 0.2, -0.2, 0.0, 0.1, -0.1, 0.0]
+    good = [1 + part for part in noise]
+    near = [1.05 + part for part in reversed(noise)]  # 0.05 more, give or take 0.07
+    bad = [1.5 + part for part in noise]
+    assert promising([0.1, 0.1, 0.1], [good, near, bad]) == [True, True, False]
+    assert promising([0.1, 0.1, 0.2], [good, near, bad]) == [True, True, True]  # it saves more
+    assert promising([0.2, 0.1, 0.2], [good, good, bad]) == [True, True, False]
+    few = FEW - 1
+    assert promising([0.1, 0.1], [good[:few], bad[:few]]) == [True, True]
+    assert promising([], []) == []
+
+
+@each("seed", range(20))
+def test_what_is_promising_is_judged_image_by_image(seed):
+    """By a paired test of scipy with the same threshold."""
+    draw = np.random.default_rng(seed)
+    images, savings = draw.normal(size=8), draw.integers(1, 4, 6) / 10
+    losses = images + draw.normal(scale=0.3, size=(6, 8)) + draw.uniform(0, 1, (6, 1))
+    for one, keep in enumerate(promising(list(savings), losses.tolist())):
+        rivals = [other for other in range(6) if other != one and savings[other] >= savings[one]]
+        assert keep == all(ttest_rel(losses[one], losses[other]).statistic <= 2 for other in rivals)

@@ -1,11 +1,12 @@
 import copy
+from statistics import fmean
 
 import pytest
 import torch
 
 import hf_sparseprior as sp
 from hf_sparseprior.sparsification.candidates import parse_candidates
-from hf_sparseprior.sparsification.sensitivity import dense_outputs, loss_of, losses_of_layer
+from hf_sparseprior.sparsification.sensitivity import LayerChanged, dense_outputs, losses_of
 from hf_sparseprior.sparsification.subject import Subject
 from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK
@@ -41,7 +42,9 @@ def test_losses_are_those_of_the_model_with_the_layer_changed(kind, layer):
     batches = [pixels[:3], pixels[3:]]
     candidates = parse_candidates(CANDIDATES)
     priors = [subject.prior_of(subject.layers[layer], own) for own in candidates]
-    found = list(losses_of_layer(subject, layer, priors, batches, dense_outputs(subject, batches)))
+    changed = LayerChanged(subject, layer, batches, dense_outputs(subject, batches))
+    assert changed.losses(priors[0], [1]) == changed.losses(priors[0], range(2))[3:]
+    found = [fmean(changed.losses(prior, range(2))) for prior in priors]
     dense = logits_of(model_of(kind), pixels).double().softmax(-1)
     for loss, spec in zip(found, CANDIDATES, strict=True):
         other = by_hand(kind, layer, spec, pixels).double().softmax(-1)
@@ -56,9 +59,9 @@ def test_a_layer_changed_alone_is_a_choice_of_one(kind):
     subject, batches = Subject(model_of(kind), None, CPU), [images_of(4)]
     dense = dense_outputs(subject, batches)
     prior = subject.prior_of(subject.layers[1], parse_candidates(CANDIDATES)[0])
-    (alone,) = losses_of_layer(subject, 1, [prior], batches, dense)
-    assert alone == loss_of(subject, [None, prior, None], batches, dense)
-    assert loss_of(subject, [None] * 3, batches, dense) == 0.0
+    alone = LayerChanged(subject, 1, batches, dense).losses(prior, [0])
+    assert len(alone) == 4 and alone == losses_of(subject, [None, prior, None], batches, dense)
+    assert losses_of(subject, [None] * 3, batches, dense) == [0.0] * 4
     assert torch.equal(subject.outputs(batches[0]), dense[0])  # the layers have their own pairs again
 
 
@@ -112,7 +115,8 @@ def test_families_of_several_stages_can_be_changed(family):
     window = parse_candidates([{"name": "window", "w": 1}])[0]
     for number, layer in enumerate(subject.layers):
         if layer.takes_support:
-            assert len(list(losses_of_layer(subject, number, [subject.prior_of(layer, window)], pixels, dense))) == 1
+            changed = LayerChanged(subject, number, pixels, dense)
+            assert len(changed.losses(subject.prior_of(layer, window), [0])) == 2
 
 
 @each("name", ["beit", "clip", "swin", "dinov3", "deit"])
@@ -121,8 +125,8 @@ def test_stock_families_can_be_changed(name):
     pixels = [subject.images(2)]
     dense = dense_outputs(subject, pixels)
     prior = subject.prior_of(subject.layers[-1], parse_candidates([{"name": "window", "w": 1}])[0])
-    (loss,) = losses_of_layer(subject, len(subject.layers) - 1, [prior], pixels, dense)
-    assert loss > 0
+    losses = LayerChanged(subject, len(subject.layers) - 1, pixels, dense).losses(prior, [0])
+    assert min(losses) > 0
 
 
 def _with(prior):

@@ -1,6 +1,8 @@
 import json
+import math
 import os
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -18,7 +20,14 @@ from hf_sparseprior.runs.locks import locked
 from hf_sparseprior.runs.tables import wilson_interval
 from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.baselines import STEPS
+from hf_sparseprior.sparsification.candidates import parse_candidates
+from hf_sparseprior.sparsification.choice import promising
 from hf_sparseprior.sparsification.data import Images, split
+from hf_sparseprior.sparsification.plan import Plan
+from hf_sparseprior.sparsification.search import Search, TimeLeft
+from hf_sparseprior.sparsification.sensitivity import LayerChanged, dense_outputs
+from hf_sparseprior.sparsification.settings import Settings
+from hf_sparseprior.sparsification.subject import Subject
 from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK
 from tests.hf_sparseprior.small import SMALL
@@ -283,9 +292,40 @@ def test_no_loss_is_computed_twice(timer, tmp_path, monkeypatch):
     out = tmp_path / "out"
     sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
     (out / "report.json").unlink()
-    monkeypatch.setattr("hf_sparseprior.sparsification.search.loss_of", None)
+    monkeypatch.setattr("hf_sparseprior.sparsification.search.losses_of", None)
     monkeypatch.setattr("hf_sparseprior.sparsification.sensitivity._outputs_before", None)
     sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+
+
+def test_clearly_worse_candidates_see_the_first_images_alone():
+    """What has a loss has the mean over all images; what has none was beaten on the first eight."""
+    subject, pixels = Subject(model_of("ours"), None, torch.device("cpu")), images_of(20)
+    batches, lines = [pixels[:8], pixels[8:16], pixels[16:]], []
+    candidates = parse_candidates([{"name": "window", "w": w} for w in (1, 20, 50)])
+    search = Search(subject, candidates, Settings.of(SETTINGS), Plan(None, {}), batches, lines.append)
+    table = search.losses([[0.0, 0.1, 0.1, 0.1]] * 3)
+    dense, dropped = dense_outputs(subject, batches), 0
+    for number in range(3):
+        changed = LayerChanged(subject, number, batches, dense)
+        losses = [changed.losses(search.priors[number][one], range(3)) for one in range(3)]
+        kept = promising([0.1] * 3, [each[:8] for each in losses])
+        expected = [fmean(each) if keep else math.inf for each, keep in zip(losses, kept, strict=True)]
+        assert table[number] == pytest.approx([0.0, *expected])
+        dropped += kept.count(False)
+    assert dropped > 0
+    assert sum(name.startswith("other losses") for name in search.plan.values) == 9 - dropped
+
+
+def test_the_time_that_is_left_follows_the_blocks_that_are_left(monkeypatch):
+    """Of four layers the first runs four blocks, the last one; a block takes a minute here."""
+    now = [0.0]
+    monkeypatch.setattr("hf_sparseprior.sparsification.search.monotonic", lambda: now[0])
+    left = TimeLeft(4)
+    assert str(left) == ""
+    for blocks, minutes in ((4, 6), (3, 3), (2, 1)):
+        now[0] += 60 * blocks
+        left.layer_done()
+        assert str(left) == f"; about {minutes} min left for losses"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import hf_sparseprior as sp
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.training import SparsePriorTrainer, SparsePriorTrainingArguments, layer_depths
+from hf_sparseprior.training.layer_decay import adamw
 from tests.each import each
 from tests.hf_sparseprior.models.test_every_family import IMAGES, images
 from tests.hf_sparseprior.small import small
@@ -182,3 +183,12 @@ def test_the_rates_keep_their_proportions_through_the_schedule(tmp_path):
 def test_bad_layer_decay_is_named(tmp_path, value):
     with pytest.raises(ValueError, match=rf"layer_decay={value!r} must be above 0 and at most 1"):
         SparsePriorTrainingArguments(output_dir=str(tmp_path), layer_decay=value)
+
+
+def test_matrices_alone_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    model[1].weight.requires_grad_(False)
+    model[0].no_weight_decay = lambda: ["bias"]
+    decayed, others = adamw(model, 0.1, 0.05).param_groups
+    assert decayed["params"] == [model[0].weight] and decayed["weight_decay"] == 0.05 and decayed["lr"] == 0.1
+    assert len(others["params"]) == 2 and others["weight_decay"] == 0

@@ -19,7 +19,7 @@ from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.runs.run_folder import LOCK, MODEL, RESULTS, InUse
 from tasks.canvases import loop, report
 from tasks.canvases.contenders import CONTENDERS, SCALES, runs_of
-from tasks.canvases.loop import STATE, do_run, make_optimizer, run_folder
+from tasks.canvases.loop import STATE, do_run, run_folder
 from tasks.canvases.run import Experiment, main
 from tasks.common.records import read_records
 from tests.each import each
@@ -304,15 +304,6 @@ def test_a_gpu_is_asked_for_before_anything_runs(monkeypatch, objects, tmp_path,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--scale", "gpu", "--out", str(tmp_path)]) == 2
     assert "scale gpu needs a CUDA device" in capsys.readouterr().err
-
-
-def test_matrices_alone_decay():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    model[1].weight.requires_grad_(False)
-    model[0].no_weight_decay = lambda: ["bias"]
-    decayed, others = make_optimizer(model, 0.1).param_groups
-    assert decayed["params"] == [model[0].weight] and decayed["weight_decay"] == 0.05
-    assert len(others["params"]) == 2 and others["weight_decay"] == 0
 
 
 def write_idx(folder, count, name):
