@@ -19,12 +19,13 @@ def test_the_command_knows_the_scales():
 
 def test_the_cpu_scale_is_as_it_was_fixed():
     runs = runs_of(SCALES["cpu"])
-    assert len(runs) == 95
+    assert len(runs) == 94
     assert {run.minutes for run in runs if not run.is_start} == {8, 10}
     for side in (128, 256):
         rows = [run for run in runs if run.group == f"{side}_class"]
         seeds = {name: sorted(run.seed for run in rows if run.row == name) for name in CONTENDERS}
-        assert all(seeds_of[0] == 0 for seeds_of in seeds.values())
+        lacking = [name for name, seeds_of in seeds.items() if 0 not in seeds_of]
+        assert lacking == (["sparsify-0.25"] if side == 128 else [])
         assert [name for name, seeds_of in seeds.items() if seeds_of == [0, 1, 2, 3, 4]] == list(contenders.SIX)
 
 
