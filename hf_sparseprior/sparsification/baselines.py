@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +16,26 @@ from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.sparsification.choice import DENSE, promising
 from hf_sparseprior.sparsification.search import MET, Search
 
-Forward = Callable[[Tensor], Tensor]
 STEPS = 20  # of the share of patches that token merging leaves
 
 
-def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], float] | str:
-    """The candidate that has the least loss in all layers that can have it and save time by it, within the budget.
+@dataclass(frozen=True)
+class Tested:
+    """A model for the test.
 
-    Returns:
-        Its name, the choice and the share of the time; or why there is none.
+    share: of the dense model's time. run: maps images of the full size to outputs. changes: what makes it from the
+    dense model, in fields of a config.
+    """
+
+    name: str
+    share: float
+    run: Callable[[Tensor], Tensor]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def best_uniform(search: Search, budget: float) -> Tested | str:
+    """The model with the candidate that has the least loss in all layers that can have it and save time by it, within
+    the budget; or why there is none.
     """
     choices: dict[tuple[int, ...], int] = {}
     for candidate in range(1, len(search.candidates) + 1):
@@ -37,17 +50,21 @@ def best_uniform(search: Search, budget: float) -> tuple[str, tuple[int, ...], f
         fast = {choice: share for choice in better if (share := search.share(choice, "uniform")) <= MET * budget}
         if fast:
             best = min(fast, key=search.loss)
-            return search.candidates[choices[best] - 1].name, best, fast[best]
+            name = f"{search.candidates[choices[best] - 1].name} in all layers"
+            return _of_choice(search, name, best, fast[best])
         left = [choice for choice in left if choice not in better]
     return "no candidate in all layers meets the budget"
 
 
-def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float, Forward] | str:
-    """The largest size at which the dense model takes no more than a share of its time.
+def _of_choice(search: Search, name: str, choice: Sequence[int], share: float) -> Tested:
+    subject, priors = search.subject, search.priors_of(choice)
+    model = subject.built(priors)
+    return Tested(name, share, lambda pixels: subject.outputs(pixels, model), {"prior": subject.spec(priors)})
 
-    Returns:
-        (height, width), its share of the time, and the model for images of the full size, which it resizes; or why
-        there is none.
+
+def smaller_images(search: Search, share: float) -> Tested | str:
+    """The dense model, which makes images smaller first, at the largest size at which it takes no more than a share of
+    its time; or why there is none.
     """
     subject, settings = search.subject, search.settings
     full, patch = subject.sides, _patch(search)
@@ -60,7 +77,7 @@ def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float
         high, wide = (max(1, round(side / size * step / steps)) * size for side, size in zip(full, patch, strict=True))
         return high, wide
 
-    def run(step: int) -> Forward:
+    def run(step: int) -> Callable[[Tensor], Tensor]:
         return lambda pixels: subject.outputs(_resized(pixels, sides(step)), subject.dense)
 
     def share_of(step: int) -> float:
@@ -85,15 +102,13 @@ def smaller_images(search: Search, share: float) -> tuple[tuple[int, int], float
     step = largest_step(steps, lambda step: why_not(step) is not None or share_of(step) <= share)
     if not step or why_not(step) is not None:
         return "no smaller image takes so little time"
-    return sides(step), share_of(step), run(step)
+    high, wide = sides(step)
+    return Tested(f"dense at {high}x{wide} pixels", share_of(step), run(step), {"image_size": (high, wide)})
 
 
-def token_merging(search: Search, share: float) -> tuple[float, float, Forward] | str:
-    """The dense model that merges similar patches, as few as it may to take no more than a share of its time.
-
-    Returns:
-        The share of the patches that is left after the last block, its share of the time, and the model; or why there
-        is none.
+def token_merging(search: Search, share: float) -> Tested | str:
+    """The dense model that merges similar patches, as few as it may to take no more than a share of its time; or why
+    there is none.
     """
     subject, settings = search.subject, search.settings
 
@@ -118,7 +133,8 @@ def token_merging(search: Search, share: float) -> tuple[float, float, Forward] 
         return str(error)
     if (taken := share_of(step)) > share:
         return "it does not take so little time"
-    return step / STEPS, taken, lambda pixels: subject.outputs(pixels, model)
+    name, changes = f"dense, patches merged to {step / STEPS:g} of them", {"prior": model.config.prior}
+    return Tested(name, taken, lambda pixels: subject.outputs(pixels, model), changes)
 
 
 def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
 from hf_sparseprior.base.files import write_text
@@ -18,7 +19,8 @@ class Row:
     """A model on the test images.
 
     share: of the dense model's time, measured by turns with it. value, low, high: what `Report.measure` names, with its
-    95 % interval; None: not measured, and `note` says why.
+    95 % interval; None: not measured, and `note` says why. changes: of the config, which make the model from the
+    dense one: a prior, or an image size (height, width).
     """
 
     name: str
@@ -27,6 +29,7 @@ class Row:
     low: float | None = None
     high: float | None = None
     note: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
 from hf_sparseprior.sparsification import baselines
 from hf_sparseprior.sparsification.accuracy import measure_name, measured
+from hf_sparseprior.sparsification.baselines import Tested
 from hf_sparseprior.sparsification.candidates import default_candidates, parse_candidates
 from hf_sparseprior.sparsification.choice import Point
 from hf_sparseprior.sparsification.data import Images, Parts, digest, read_images, resized_processor, split
@@ -146,45 +147,33 @@ class _Job:
     def finish(self, points: Sequence[Point], point: Point, budget: float) -> Sparsified:
         """Measure the choice and what it is compared with."""
         search, subject = self.search, self.search.subject
-        model = subject.built(search.priors_of(point.choice))
-        share = search.share(point.choice)
-        models: dict[str, tuple[float | None, Callable[[Tensor], Tensor]]] = {
-            "dense": (1.0, lambda pixels: subject.outputs(pixels, subject.dense)),
-            "the choice": (share, lambda pixels: subject.outputs(pixels, model)),
-        }
-        absent = {}
+        share, priors = search.share(point.choice), search.priors_of(point.choice)
+        learned = model = subject.built(priors)
+        changes = {"prior": subject.spec(priors)}
+        tested = [
+            Tested("dense", 1.0, lambda pixels: subject.outputs(pixels, subject.dense)),
+            Tested("the choice", share, lambda pixels: subject.outputs(pixels, model), changes),
+        ]
         if search.settings.minutes:
             folder = None if search.plan.path is None else search.plan.path.parent
-            learner = subject.built(search.priors_of(point.choice))
-            learned = Recovery(subject, learner, self.images, self.parts.recovery, search.settings, folder).run(
-                search.say
-            )
-            models["after recovery"] = share, lambda pixels: subject.outputs(pixels, learned)
-        else:
-            learned = model
+            learned = Recovery(
+                subject, subject.built(priors), self.images, self.parts.recovery, search.settings, folder
+            ).run(search.say)
+            tested.append(Tested("after recovery", share, lambda pixels: subject.outputs(pixels, learned), changes))
         search.say("comparing with one candidate in all layers and with smaller images")
-        uniform = baselines.best_uniform(search, budget)
-        if isinstance(uniform, str):
-            absent["one candidate in all layers"] = uniform
-        else:
-            name, choice, taken = uniform
-            same = subject.built(search.priors_of(choice))
-            models[f"{name} in all layers"] = taken, lambda pixels: subject.outputs(pixels, same)
-        smaller = baselines.smaller_images(search, share)
-        if isinstance(smaller, str):
-            absent["dense, smaller images"] = smaller
-        else:
-            sides, taken, run = smaller
-            models[f"dense at {sides[0]}x{sides[1]} pixels"] = taken, run
-        merging = baselines.token_merging(search, share)
-        if isinstance(merging, str):
-            absent["token merging"] = merging
-        else:
-            keep, taken, merge = merging
-            models[f"dense, patches merged to {keep:g} of them"] = taken, merge
-        search.say(f"testing {len(models)} models on {len(self.parts.test)} images")
-        values = measured(subject, self.images, self.parts.test, {name: run for name, (_, run) in models.items()})
-        rows = [Row(name, models[name][0], *values[name]) for name in models]
+        absent = {}
+        for name, found in (
+            ("one candidate in all layers", baselines.best_uniform(search, budget)),
+            ("dense, smaller images", baselines.smaller_images(search, share)),
+            ("token merging", baselines.token_merging(search, share)),
+        ):
+            if isinstance(found, str):
+                absent[name] = found
+            else:
+                tested.append(found)
+        search.say(f"testing {len(tested)} models on {len(self.parts.test)} images")
+        values = measured(subject, self.images, self.parts.test, {each.name: each.run for each in tested})
+        rows = [Row(each.name, each.share, *values[each.name], changes=each.changes) for each in tested]
         rows += [Row(name, note=f"left out: {why}") for name, why in absent.items()]
         return Sparsified(learned, self._report(points, point, budget, rows), self.processor)
 

@@ -230,21 +230,26 @@ class Subject:
                 stack.enter_context(layer.changed(None if prior is None else layer.dense.with_pairs(prior)))
             yield
 
+    def spec(self, priors: Sequence[ResolvedPrior | None]) -> dict[str, Any]:
+        """The prior of a model with these; None: the layer's own."""
+        every = [
+            layer.dense.prior if prior is None else prior for layer, prior in zip(self.layers, priors, strict=True)
+        ]
+        # In a family of ours, layers that take no prior are not counted.
+        counted = [layer.takes_support or not self.ours for layer in self.layers]
+        return {"layers": [prior for prior, counts in zip(every, counted, strict=True) if counts]}
+
     def built(self, priors: Sequence[ResolvedPrior | None]) -> Any:
         """A model with these priors, ready to be saved; None: the layer's own.
 
         Raises:
             ValueError: if it cannot have them.
         """
-        every = [
-            layer.dense.prior if prior is None else prior for layer, prior in zip(self.layers, priors, strict=True)
-        ]
+        spec = self.spec(priors)
         if not self.ours:
-            return apply_prior(copy.deepcopy(self.original), {"layers": every}).to(self.device)
+            return apply_prior(copy.deepcopy(self.original), spec).to(self.device)
         config = copy.deepcopy(self.dense.config)
-        config.prior = {
-            "layers": [prior for prior, layer in zip(every, self.layers, strict=True) if layer.takes_support]
-        }
+        config.prior = spec
         model = type(self.dense)(config)
         copy_weights(self.dense, model)
         return model.eval().requires_grad_(False).to(self.device)

@@ -206,6 +206,25 @@ def test_bad_images_are_refused(images, labels, message):
 # ---- what the report says -------------------------------------------------------------------------------------------
 
 
+def test_a_row_says_what_makes_its_model(timer, tmp_path):
+    """A config with a row's changes gives its outputs again, also from the file."""
+    timer()
+    out, model, pixels = tmp_path / "out", model_of("ours"), images_of(2)
+    found = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS, out=out)
+    rows = {row["name"]: row["changes"] for row in json.loads((out / "report.json").read_text())["rows"]}
+    assert rows["dense"] == {} and set(rows["dense at 24x24 pixels"]) == {"image_size"}
+    config = sp.SparsePriorViTConfig.from_dict({**model.config.to_dict(), **rows["the choice"]})
+    again = type(model)(config).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(logits_of(again, pixels), logits_of(found.model, pixels))
+    assert "in all layers" in list(rows)[2] and set(list(rows.values())[2]) == {"prior"}
+
+
+def logits_of(model, pixels):
+    with torch.no_grad():
+        return model(pixels).logits
+
+
 @each("kind", BUILDERS)
 def test_accuracy_is_that_of_the_test_images(kind, timer):
     timer()
