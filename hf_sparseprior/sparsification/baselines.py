@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,40 @@ STEPS = 20  # of the share of patches that token merging leaves
 
 
 @dataclass(frozen=True)
-class Tested:
-    """A model for the test.
+class Compared:
+    """A model in the report.
 
-    share: of the dense model's time. run: maps images of the full size to outputs. changes: what makes it from the
-    dense model, in fields of a config.
+    share: of the dense model's time. model: itself. outputs: (the model, images of the full size) -> its outputs.
+    changes: what makes it from the dense model, in fields of a config.
     """
 
     name: str
     share: float
-    run: Callable[[Tensor], Tensor]
+    model: Any
+    outputs: Callable[[Any, Tensor], Tensor]
     changes: dict[str, Any] = field(default_factory=dict)
 
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Outputs of images of the full size."""
+        return self.outputs(self.model, pixels)
 
-def best_uniform(search: Search, budget: float) -> Tested | str:
+
+def of_dense(search: Search) -> Compared:
+    """The dense model."""
+    return Compared("dense", 1.0, search.subject.dense, _outputs(search))
+
+
+def of_choice(search: Search, name: str, choice: Sequence[int], share: float) -> Compared:
+    """The model with a choice."""
+    priors = search.priors_of(choice)
+    return Compared(name, share, search.subject.built(priors), _outputs(search), {"prior": search.subject.spec(priors)})
+
+
+def _outputs(search: Search) -> Callable[[Any, Tensor], Tensor]:
+    return lambda model, pixels: search.subject.outputs(pixels, model)
+
+
+def best_uniform(search: Search, budget: float) -> Compared | str:
     """The model with the candidate that has the least loss in all layers that can have it and save time by it, within
     the budget; or why there is none.
     """
@@ -51,18 +72,12 @@ def best_uniform(search: Search, budget: float) -> Tested | str:
         if fast:
             best = min(fast, key=search.loss)
             name = f"{search.candidates[choices[best] - 1].name} in all layers"
-            return _of_choice(search, name, best, fast[best])
+            return of_choice(search, name, best, fast[best])
         left = [choice for choice in left if choice not in better]
     return "no candidate in all layers meets the budget"
 
 
-def _of_choice(search: Search, name: str, choice: Sequence[int], share: float) -> Tested:
-    subject, priors = search.subject, search.priors_of(choice)
-    model = subject.built(priors)
-    return Tested(name, share, lambda pixels: subject.outputs(pixels, model), {"prior": subject.spec(priors)})
-
-
-def smaller_images(search: Search, share: float) -> Tested | str:
+def smaller_images(search: Search, share: float) -> Compared | str:
     """The dense model, which makes images smaller first, at the largest size at which it takes no more than a share of
     its time; or why there is none.
     """
@@ -77,8 +92,8 @@ def smaller_images(search: Search, share: float) -> Tested | str:
         high, wide = (max(1, round(side / size * step / steps)) * size for side, size in zip(full, patch, strict=True))
         return high, wide
 
-    def run(step: int) -> Callable[[Tensor], Tensor]:
-        return lambda pixels: subject.outputs(_resized(pixels, sides(step)), subject.dense)
+    def outputs(model: Any, pixels: Tensor, step: int) -> Tensor:
+        return subject.outputs(_resized(pixels, sides(step)), model)
 
     def share_of(step: int) -> float:
         size, pixels = "x".join(map(str, sides(step))), subject.images(settings.batch)
@@ -92,7 +107,7 @@ def smaller_images(search: Search, share: float) -> Tested | str:
     def why_not(step: int) -> str | None:
         try:
             with torch.no_grad():
-                run(step)(subject.images(1))
+                outputs(subject.dense, subject.images(1), step)
         except (ValueError, RuntimeError, AssertionError) as error:
             return (str(error).splitlines() or [type(error).__name__])[0]
         return None
@@ -103,10 +118,11 @@ def smaller_images(search: Search, share: float) -> Tested | str:
     if not step or why_not(step) is not None:
         return "no smaller image takes so little time"
     high, wide = sides(step)
-    return Tested(f"dense at {high}x{wide} pixels", share_of(step), run(step), {"image_size": (high, wide)})
+    name, changes = f"dense at {high}x{wide} pixels", {"image_size": (high, wide)}
+    return Compared(name, share_of(step), subject.dense, partial(outputs, step=step), changes)
 
 
-def token_merging(search: Search, share: float) -> Tested | str:
+def token_merging(search: Search, share: float) -> Compared | str:
     """The dense model that merges similar patches, as few as it may to take no more than a share of its time; or why
     there is none.
     """
@@ -119,22 +135,22 @@ def token_merging(search: Search, share: float) -> Tested | str:
 
         return search.plan.value(f"share of merging {step / STEPS:g}", measure)
 
-    def is_fast(step: int) -> bool:
+    def why_not(step: int) -> str | None:
         try:
-            return share_of(step) <= share
-        except ValueError:  # a block cannot merge so many
-            return True
+            subject.merging(step / STEPS)
+        except ValueError as error:
+            return str(error)
+        return None
 
-    try:
-        subject.merging((STEPS - 1) / STEPS)
-        step = largest_step(STEPS, is_fast) or 1
-        model = subject.merging(step / STEPS)
-    except ValueError as error:
-        return str(error)
-    if (taken := share_of(step)) > share:
-        return "it does not take so little time"
+    if (reason := why_not(STEPS - 1)) is not None:
+        return reason
+    fewest = 1 + largest_step(STEPS, lambda step: why_not(step) is not None)  # a block merges half of them at most
+    if (taken := share_of(fewest)) > share:
+        return f"it takes {taken:.3f} of the time with the fewest patches that it can leave, {fewest / STEPS:g} of them"
+    step = max(fewest, largest_step(STEPS, lambda step: step <= fewest or share_of(step) <= share))
+    taken, model = share_of(step), subject.merging(step / STEPS)
     name, changes = f"dense, patches merged to {step / STEPS:g} of them", {"prior": model.config.prior}
-    return Tested(name, taken, lambda pixels: subject.outputs(pixels, model), changes)
+    return Compared(name, taken, model, _outputs(search), changes)
 
 
 def largest_step(steps: int, is_fast: Callable[[int], bool]) -> int:

@@ -8,7 +8,7 @@ import sys
 from hf_sparseprior.cli.deployment import parse_size
 from hf_sparseprior.sparsification.sparsify import sparsify
 
-OPTIONS = ("batch", "device", "seed", "candidates", "calibration", "test", "minutes", "tuning")
+OPTIONS = ("batch", "device", "seed", "candidates", "calibration", "test", "minutes", "tuning", "recover_all")
 
 
 def run(arguments: argparse.Namespace) -> list[str]:

@@ -78,7 +78,7 @@ def split(images: Images, calibration: int, test: int, seed: int) -> Parts:
 
 def read_images(
     given: Any,
-    labels: Sequence[int] | None,
+    labels: Any,
     classes: Sequence[str] | None,
     prepare: Callable[[Any], Tensor],
     processor: Any,
@@ -88,8 +88,9 @@ def read_images(
 
     Args:
         given: a tensor (N, channels, height, width) as the model takes it, a list of Pillow's images, or a folder: of
-            images, of a folder of images for each class, or of `train` and `test` with these.
-        labels: class numbers of a tensor's or a list's images.
+            images, of a folder of images for each class, or of `train` and `test` with these; or a mapping of `train`
+            and `test` to these.
+        labels: class numbers of a tensor's or a list's images; of a mapping a mapping.
         classes: names of the model's classes; None: it has none.
         prepare: Pillow's image -> (channels, height, width).
         processor: says how files are decoded. shape: (channels, height, width) of the model's images.
@@ -97,6 +98,16 @@ def read_images(
     Raises:
         OSError: for a folder that is missing or empty. ValueError: for what is none of these.
     """
+    if isinstance(given, Mapping):
+        if set(given) != {TRAIN, TEST} or not (labels is None or isinstance(labels, Mapping)):
+            raise ValueError(
+                f"images of {', '.join(map(repr, given))} must be of {TRAIN!r} and {TEST!r}, and labels too"
+            )
+        parts = [
+            read_images(given[name], None if labels is None else labels.get(name), classes, prepare, processor, shape)
+            for name in (TRAIN, TEST)
+        ]
+        return _joined(*parts)
     if isinstance(given, (str, os.PathLike)):
         if labels is not None:
             raise ValueError("labels= is for a tensor or a list of images; a folder has a folder for each class")
@@ -116,6 +127,19 @@ def read_images(
         if len(images.labels) != images.count or not all(0 <= label < most for label in images.labels):
             raise ValueError(f"labels= must be {images.count} class numbers below {most}")
     return images
+
+
+def _joined(train: Images, test: Images) -> Images:
+    """Both, those of `test` last."""
+    if (train.labels is None) != (test.labels is None):
+        raise ValueError(f"{TRAIN} and {TEST} must both have labels, or neither")
+    count = train.count + test.count
+
+    def read(number: int) -> Tensor:
+        return train.read(number) if number < train.count else test.read(number - train.count)
+
+    labels = None if train.labels is None or test.labels is None else train.labels + test.labels
+    return Images(count, read, labels, list(range(train.count, count)))
 
 
 def _of_folder(folder: Path, classes: Sequence[str] | None, read: Callable[[Path], Tensor]) -> Images:

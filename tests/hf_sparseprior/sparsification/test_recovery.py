@@ -6,6 +6,7 @@ from transformers import ViTConfig, ViTModel
 import hf_sparseprior as sp
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import recovery, timing
+from hf_sparseprior.sparsification.baselines import Compared
 from hf_sparseprior.sparsification.candidates import parse_candidates
 from hf_sparseprior.sparsification.data import Images
 from hf_sparseprior.sparsification.recovery import STATE, Recovery
@@ -29,14 +30,15 @@ def clock(monkeypatch):
     monkeypatch.setattr(recovery, "clock", tick)
 
 
-def learner(kind, minutes=5.0, folder=None, **settings):
+def learner(kind, minutes=5.0, path=None, **settings):
     """Recovery of a model whose first two layers have windows, and the images."""
     images = images_of(20)
     subject = Subject(model_of(kind), None, torch.device("cpu"))
     window = parse_candidates([{"name": "window", "w": 2}])[0]
     priors = [*(subject.prior_of(layer, window) for layer in subject.layers[:2]), None]
     chosen = Settings.of({"minutes": minutes, "learning_rate": 1e-3, **settings})
-    made = Recovery(subject, subject.built(priors), Images(20, images.__getitem__), range(20), chosen, folder)
+    changed = Compared("windows", 1.0, subject.built(priors), lambda model, pixels: subject.outputs(pixels, model))
+    made = Recovery(subject, changed, Images(20, images.__getitem__), range(20), chosen, path)
     return subject, made, images
 
 
@@ -73,11 +75,10 @@ class Killed(BaseException):
 
 @each("kind", BUILDERS)
 def test_training_that_was_killed_goes_on_as_if_it_had_not_been(kind, tmp_path):
-    folder = tmp_path / kind
-    folder.mkdir()
+    path = tmp_path / kind
     _, plain, _ = learner(kind, minutes=4)
     expected = plain.run(lambda line: None).state_dict()
-    _, first, _ = learner(kind, minutes=4, folder=folder)
+    _, first, _ = learner(kind, minutes=4, path=path)
     steps = first._step
 
     def die(progress):
@@ -88,19 +89,19 @@ def test_training_that_was_killed_goes_on_as_if_it_had_not_been(kind, tmp_path):
     first._step = die
     with pytest.raises(Killed):
         first.run(lambda line: None)
-    _, second, _ = learner(kind, minutes=4, folder=folder)
+    _, second, _ = learner(kind, minutes=4, path=path)
     assert second.steps == 12  # of the last whole minute
     found = second.run(lambda line: None).state_dict()
     assert second.steps == 24 and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_state_of_other_settings_or_that_is_damaged_is_refused(tmp_path):
-    learner("ours", minutes=1, folder=tmp_path)[1].run(lambda line: None)
+    learner("ours", minutes=1, path=tmp_path / STATE)[1].run(lambda line: None)
     with pytest.raises(ValueError, match="is of other settings of recovery"):
-        learner("ours", learning_rate=1e-4, folder=tmp_path)
+        learner("ours", learning_rate=1e-4, path=tmp_path / STATE)
     (tmp_path / STATE).write_bytes(b"nothing")
     with pytest.raises(OSError, match="is damaged"):
-        learner("ours", folder=tmp_path)
+        learner("ours", path=tmp_path / STATE)
 
 
 def test_a_loss_that_is_not_finite_ends_it():
@@ -121,6 +122,41 @@ def test_sparsify_recovers(monkeypatch, tmp_path):
     assert any(
         not torch.equal(value, plain.model.state_dict()[name]) for name, value in found.model.state_dict().items()
     )
+
+
+@each("kind", BUILDERS)
+def test_what_it_is_compared_with_recovers_too(kind, monkeypatch, tmp_path):
+    """Each for the minutes, nearer to the dense model than before, which itself stays as it was."""
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
+    given = {**SETTINGS, "minutes": 5, "learning_rate": 1e-3, "recover_all": True}
+    out = None if kind == "timm" else tmp_path / kind
+    found = sp.sparsify(model_of(kind), images_of(), 0.6, settings=given, out=out)
+    rows, plain = [row for row in found.report.rows if row.share is not None], model_of(kind)
+    names = [row.name for row in rows]
+    assert names[:3] == ["dense", "the choice", "after recovery"] and rows[0].value == 1.0
+    assert names[4::2] == [f"{name}, after recovery" for name in names[3::2]]
+    sizes = [name for name in names if name.startswith("dense at")]
+    assert len(sizes) == (0 if kind == "timm" else 2) and len(names) == (9 if kind == "ours" else 5 + len(sizes))
+    assert [row.changes for row in rows[4::2]] == [row.changes for row in rows[3::2]]
+    assert out is None or not list(out.glob(f"*{STATE}"))
+    assert all(torch.equal(value, model_of(kind).state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+def test_a_model_on_smaller_images_learns(monkeypatch):
+    subject, made, images = learner("ours", learning_rate=1e-3)
+    halved = lambda model, pixels: subject.outputs(pixels[:, :, ::2, ::2], model)  # noqa: E731
+    other = Recovery(
+        subject,
+        Compared("half", 1.0, model_of("ours"), halved),
+        *(made.images, made.numbers, made.settings, None),
+    )
+
+    def loss_of(model):
+        with torch.no_grad():
+            return float(subject.loss(halved(model, images), subject.outputs(images, subject.dense)).mean())
+
+    before = loss_of(other.model)
+    assert loss_of(other.run(lambda line: None)) < 0.7 * before
 
 
 def test_recovery_needs_images(tmp_path, monkeypatch):

@@ -177,7 +177,8 @@ def test_bad_budgets_are_refused(budget):
         ({"seconds": 0}, "seconds=0 must be a number above 0"),
         ({"minutes": -1}, "minutes=-1 must be a number of 0 or more"),
         ({"device": "abacus"}, "device='abacus': "),
-        ({"tuning": "lora"}, "tuning and learning_rate are of recovery, for which minutes is 0"),
+        ({"tuning": "lora"}, "tuning, learning_rate and recover_all are of recovery, for which minutes is 0"),
+        ({"recover_all": True}, "recover_all are of recovery, for which minutes is 0"),
         ({"minutes": 1, "tuning": "dora"}, "tuning='dora' must be one of full, lora"),
         ({"candidates": [{"name": "fibottention", "w_min": 0}]}, "no layer can have any"),
     ],
@@ -381,6 +382,32 @@ def test_the_parts_share_no_image(count):
         named = split(Images(count, images.read, test=[0, 2]), 64, 1000, seed)
         assert sorted(named.test) == [0, 2] and not {0, 2} & {*named.calibration, *named.recovery}
         assert split(images, 1, 2, seed).test == parts.test[:2]
+
+
+def test_images_may_come_divided(timer):
+    """A mapping of train and test, with labels in the same form; the test sees what is named so."""
+    timer()
+    images, labels = images_of(24), [n % 3 for n in range(24)]
+    given = {"train": images[:16], "test": images[16:]}
+    divided = {"train": labels[:16], "test": labels[16:]}
+    report = sp.sparsify(model_of("ours"), given, 0.6, labels=divided, settings=SETTINGS).report
+    assert report.images == {"calibration": 6, "recovery": 10, "test": 8} and report.measure == "accuracy"
+    right = model_of("ours")(images[16:]).logits.argmax(-1) == torch.tensor(labels[16:])
+    assert report.rows[0].value == float(right.float().mean())
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        ({"train": 0}, None, "images of 'train' must be of 'train' and 'test'"),
+        ({"train": 0, "test": 0}, [0], "must be of 'train' and 'test', and labels too"),
+        ({"train": 0, "test": 0}, {"train": [0] * 8}, "train and test must both have labels, or neither"),
+        ({"train": 0, "test": 0}, {"train": [0] * 8, "test": [0]}, "labels= must be 8 class numbers"),
+    ],
+)
+def test_a_bad_division_is_refused(images, labels, message):
+    with pytest.raises(ValueError, match=message):
+        sp.sparsify(model_of("ours"), {name: images_of(8) for name in images}, 0.6, labels=labels)
 
 
 def test_the_search_sees_no_test_image(timer):

@@ -1,0 +1,273 @@
+"""What is lost when a small dense ViT is made sparse on larger images: python -m tasks.classification.transfer cifar10
+
+A dense ViT trains on images of 56 pixels (196 patches), goes on with 112 (784) and with 224 (3,136), and `sparsify`
+makes the models of the last two sizes faster. The report has their accuracy before and after recovery by distillation,
+and beside it that of one prior in all layers, of the dense model on smaller images and of token merging at equal time,
+recovered for as long. Images are of 28 or 32 pixels, so larger ones have no more detail. Dense models:
+configs/classification/transfer.yaml; budgets and minutes: `CASES`.
+
+The same command goes on where it was stopped. It leaves a record for each data set in RECORDS; table.md and
+transfer.png there are made of all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import hf_sparseprior as sp
+from hf_sparseprior.analysis import pictures
+from hf_sparseprior.base.files import write_text
+from hf_sparseprior.classification.config import load_config
+from hf_sparseprior.classification.task import CLASSIFICATION
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
+from hf_sparseprior.runs import hf_run
+from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.config import Config
+from hf_sparseprior.runs.environment import environment
+from hf_sparseprior.runs.locks import REPORT_LOCK, turn
+from hf_sparseprior.runs.metrics import unpack_correct
+from hf_sparseprior.runs.results import read_results, write_results
+from hf_sparseprior.runs.run_folder import MODEL
+from hf_sparseprior.runs.tables import markdown_table, wilson_interval
+from hf_sparseprior.sparsification.report import JSON
+from hf_sparseprior.training.allocator import keep_freed_memory
+from tasks.classification import commands
+from tasks.classification.commands import TRANSFER_DATA
+
+CONFIG = "configs/classification/transfer.yaml"
+TRAINING_IMAGES = 3000  # for calibration and recovery
+TABLE, FIGURE = "table.md", "transfer.png"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to make faster.
+
+    size: of its images, in pixels. budget: share of the dense model's time. minutes: of recovery, of each model.
+    """
+
+    size: int
+    budget: float
+    minutes: float
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.size}_{self.budget:g}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of `sparsify`."""
+        recovery = {"minutes": self.minutes, "learning_rate": 1e-4, "recover_all": True}
+        return {"calibration": 32, "test": 500, "seconds": 3.0, "device": "cpu", **recovery}
+
+
+SIZES = (56, 112, 224)
+CASES = (Case(112, 0.5, 3.0), Case(224, 0.25, 6.0))
+
+
+# ---- the runs -------------------------------------------------------------------------------------------------------
+
+
+def dense_configs(data: str, out: Path, sizes: Sequence[int] = SIZES, changes: Sequence[str] = ()) -> dict[int, Config]:
+    """The configuration of the dense model of each size, each of which starts from the one before."""
+    configs: dict[int, Config] = {}
+    for number, size in enumerate(sizes):
+        config = load_config(f"{CONFIG}#{data}-{size}", changes)
+        config["trainer"]["output_dir"] = str(out / f"dense_{size}")
+        if number:
+            config["model"]["pretrained"] = str(out / f"dense_{sizes[number - 1]}" / MODEL)
+        configs[size] = config
+    return configs
+
+
+def photos(config: Config, count: int = TRAINING_IMAGES) -> tuple[dict[str, list[Any]], dict[str, list[int]]]:
+    """Some training images of a run and its test images, and their classes, as `sparsify` takes them."""
+    data = load_data(DataConfig(**config["data"]))
+    images, labels = {}, {}
+    for name in ("train", "test"):
+        split, every = data.splits[name], np.arange(len(data.splits[name]))
+        chosen = np.random.default_rng(0).permutation(every)[:count] if name == "train" else every
+        images[name] = [Image.fromarray(np.asarray(split.read(int(index)))) for index in chosen]
+        labels[name] = split.labels[chosen].tolist()
+    return images, labels
+
+
+def do(data: str, out: Path, records: Path, cases: Sequence[Case] = CASES, changes: Sequence[str] = ()) -> None:
+    """All that is left of a data set, and its record.
+
+    Args:
+        data: name of a value in the configuration.
+        out: folder of the models. records: folder of the records.
+        cases: models to make faster; each has a dense model of its size. changes: of the configurations.
+
+    Raises:
+        ValueError, OSError: for bad values and missing files.
+        RunStopped: on SIGTERM while a dense model trains.
+    """
+    file = records / f"{data}.json"
+    if file.is_file():
+        print(f"{file}: done")
+        return
+    sizes = [SIZES[0], *(case.size for case in cases)]
+    configs = dense_configs(data, out / data, sizes, changes)
+    dense = {size: hf_run.run(CLASSIFICATION, config) for size, config in configs.items()}
+    images, labels = photos(configs[SIZES[0]])
+    reports = []
+    for case in cases:
+        folder = out / data / case.name
+        if not (folder / JSON).is_file():
+            model = out / data / f"dense_{case.size}"
+            sp.sparsify(
+                *(model, images, case.budget),
+                labels=labels,
+                out=folder,
+                settings=case.settings,
+                say=lambda line, name=f"{data}/{case.name}": print(f"{name}: {line}", file=sys.stderr, flush=True),
+            )
+        reports.append(read_results(folder / JSON))
+    content = {
+        "data": configs[SIZES[0]]["data"],
+        "dense": [
+            {
+                "size": size,
+                "steps": results["steps"],
+                "minutes": results["seconds"] / 60,
+                "test_accuracy": results["metrics"]["test_accuracy"],
+                "test_images": len(unpack_correct(results["test_correct"])),
+            }
+            for size, results in dense.items()
+        ],
+        "reports": reports,
+        "command": f"python -m tasks.classification.transfer {data}",
+        **environment(),
+    }
+    records.mkdir(parents=True, exist_ok=True)
+    write_results(file, content)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def read_records(records: Path) -> dict[str, dict[str, Any]]:
+    """What is recorded, by the name of the data.
+
+    Raises:
+        ValueError: without a record.
+    """
+    files = [records / f"{name}.json" for name in TRANSFER_DATA]
+    found = {file.stem: read_results(file) for file in files if file.is_file()}
+    if not found:
+        raise ValueError(f"--records {records} has no record; run the command for {' or '.join(TRANSFER_DATA)}")
+    return found
+
+
+def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table for each data set and size, in Markdown."""
+    parts = []
+    for name, record in found.items():
+        parts.append(f"## {name}")
+        for dense in record["dense"]:
+            right, count = round(dense["test_accuracy"] * dense["test_images"]), dense["test_images"]
+            low, high = wilson_interval(right, count)
+            parts.append(
+                f"Dense at {dense['size']} pixels: {dense['minutes']:.1f} minutes, {dense['steps']} steps, test "
+                f"accuracy {100 * dense['test_accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f})."
+            )
+        for report in record["reports"]:
+            size = report["image_size"][0]
+            parts.append(f"### {size} pixels, {report['budget']:g} of the time")
+            parts.append(
+                f"The choice takes {report['measured']:.3f} of the dense model's time, which is "
+                f"{1000 * report['dense_seconds']:.0f} ms an image. Recovery: {report['minutes']:g} minutes each. "
+                f"Layers: {'; '.join(report['layers'])}."
+            )
+            rows = [
+                (
+                    row["name"],
+                    "" if row["share"] is None else f"{row['share']:.3f}",
+                    row["note"] if row["value"] is None else percent(row),
+                )
+                for row in report["rows"]
+            ]
+            parts.append(markdown_table(("model", "share of the time", "test accuracy, % (95 % interval)"), rows))
+        hardware = record["hardware"]
+        parts.append(f"`{record['command']}`, {hardware['cpu']}, {hardware['cpu_threads']} threads, one seed.")
+    return "\n\n".join(parts) + "\n"
+
+
+def percent(row: Mapping[str, Any]) -> str:
+    """Accuracy of a row with its interval."""
+    return f"{100 * row['value']:.1f} ({100 * row['low']:.1f} to {100 * row['high']:.1f})"
+
+
+def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
+    """A panel for each data set and size: accuracy over time, before (open) and after recovery (filled)."""
+    plt = pictures.pyplot()
+    rows, columns = len(found), max(len(record["reports"]) for record in found.values())
+    figure, axes = plt.subplots(rows, columns, figsize=(6.5 * columns, 4.2 * rows), squeeze=False, layout="constrained")
+    for line, (name, record) in zip(axes, found.items(), strict=True):
+        for axis, report in zip(line, record["reports"], strict=False):
+            _draw_panel(axis, report)
+            axis.set_title(f"{name}, {report['image_size'][0]} pixels", loc="left", fontsize=11)
+    return pictures.save(figure, path)
+
+
+def _draw_panel(axis: Any, report: Mapping[str, Any]) -> None:
+    tested = [row for row in report["rows"] if row["value"] is not None]
+    colours = pictures.pyplot().get_cmap("tab10")
+    for number, row in enumerate(row for row in tested if "after recovery" not in row["name"]):
+        names = (f"{row['name']}, after recovery", *(["after recovery"] if row["name"] == "the choice" else []))
+        later = next((other for other in tested if other["name"] in names), None)
+        colour, x = colours(number), row["share"]
+        for each, face, shift in ((row, "white", 0.99), (later, colour, 1.01)):
+            if each is not None:
+                errors = [[100 * (each["value"] - each["low"])], [100 * (each["high"] - each["value"])]]
+                place, style = [x * shift], {"color": colour, "markerfacecolor": face, "linewidth": 0.8}
+                axis.errorbar(place, [100 * each["value"]], errors, fmt="o", **style)
+        axis.plot([], [], "o", color=colour, label=row["name"])
+    axis.set_xlabel("share of the dense model's time")
+    axis.set_ylabel("test accuracy, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=7, title="open: before recovery, filled: after", title_fontsize=7)
+
+
+def write_report(records: Path) -> None:
+    """Write table.md and transfer.png, and print the table."""
+    found = read_records(records)
+    text = report_text(found)
+    with turn(records / REPORT_LOCK):
+        write_text(records / TABLE, text)
+        picture = draw(found, records / FIGURE)
+    print(f"{text}\ntable: {records / TABLE}, picture: {picture}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; a bad value prints one line and returns 2."""
+    parser = commands.transfer()
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        if unknown := sorted({*arguments.data} - {*TRANSFER_DATA}):
+            raise ValueError(f"DATA={unknown[0]!r} must be one of {', '.join(TRANSFER_DATA)}")
+        torch.set_num_threads(1)  # minutes are of one thread
+        keep_freed_memory()
+        for name in arguments.data:
+            do(name, arguments.out, arguments.records)
+        write_report(arguments.records)
+
+    return run_command(parser.prog, work, f"from {arguments.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
