@@ -43,7 +43,11 @@ SMALL = {
     "image_size": 48, "patch_size": 8, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
     "intermediate_size": 48, "initializer_range": 0.3,
 }  # fmt: skip
-PRIORS = ["dense", "fibottention", "violin", "fibottention+violin", "random", "sparsifiner", "swin_rpb"]
+PRIORS = [
+    *("dense", "fibottention", "violin", "fibottention+violin", "random", "sparsifiner", "swin_rpb"),
+    {"layers": {"0": "dense", "1-2": "fibottention+violin"}},
+    {"heads": ["fibottention", "window"]},
+]
 
 
 def randomised(model):
