@@ -1,10 +1,10 @@
 """What competes (`CONTENDERS`), at which sizes, how long and with how many seeds (`SCALES`), and the runs of a scale.
 
-All of it was fixed before the first run. This is a separate task, not a source of images for `tasks.classification`:
-the budget is processor time of training without evaluations and without making images, evaluations come at fixed times
-of that clock, images are never seen twice, and runs start from a model with other patches. The classification task,
-with its data sets, epochs and Trainer, has none of these. Records, tables, rules of significance and the queue are
-shared.
+All of it was fixed before the first run, but for the variant `small` (see README.md). This is a separate task, not a
+source of images for `tasks.classification`: the budget is processor time of training without evaluations and without
+making images, evaluations come at fixed times of that clock, images are never seen twice, and runs start from a model
+with other patches. The classification task, with its data sets, epochs and Trainer, has none of these. Records, tables,
+rules of significance and the queue are shared.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Variant:
 
 VARIANTS = {
     "class": Variant("class", 28),
+    "small": Variant("class", 14),
     "photographs": Variant("class", 28, "photographs"),
     "count": Variant("count", 14),
     "repeated": Variant("repeated", 14),
@@ -182,6 +183,7 @@ ALL = tuple(CONTENDERS)
 AT_128 = tuple(name for name in ALL if name != "sparsify-0.25")  # which no choice meets there
 SIX = ("dense", "half", "patch-x2", "windows", "fibottention", "fibottention-violin")
 THREE = ("half", "patch-x2", "fibottention")
+LARGER_PATCHES = ("half", "quarter", "patch-x2", "patch-x4", "patch-x2-fibottention", "fibottention")
 MORE_SEEDS = (1, 2, 3, 4)
 FIRST_ON_GPU = ("dense", "half", "windows", "tome", "fibottention", "fibottention-violin")
 REST_ON_GPU = tuple(name for name in ALL if name not in FIRST_ON_GPU)
@@ -200,6 +202,7 @@ SCALES = {
                 Group("class", 256, 10, 2, ALL, (0,)),
                 Group("class", 128, 8, 1, SIX, MORE_SEEDS),
                 Group("class", 256, 10, 2, SIX, MORE_SEEDS),
+                Group("small", 256, 10, 2, LARGER_PATCHES, (0,)),
                 Group("photographs", 256, 10, 2, THREE, (0,)),
                 Group("count", 256, 10, 2, THREE, (0,)),
                 Group("repeated", 256, 10, 2, THREE, (0,)),
