@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_sparseprior.analysis import explain_time, pictures
 from hf_sparseprior.analysis.decays import position_names
+from hf_sparseprior.analysis.explain_saved import of_folder, saved_folder, sizes_of
 from hf_sparseprior.analysis.flops import attention_flops, dense_attention_flops
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.base.checks import check_integer, check_keys
@@ -137,31 +138,39 @@ def _explain_part(slots: dict[str, Any], arguments: argparse.Namespace, first: i
 
 
 def _fill_sizes(arguments: argparse.Namespace) -> None:
-    """Give the sizes that were not given: those of --model, in its first stage that takes a prior, or of a ViT-B.
+    """Give the prior of a saved model, and the sizes that were not given: those of that model, of --model, or of a
+    ViT-B.
 
-    `all_layers` are those of all stages.
+    A model of several stages is its first one that takes a prior. `all_layers` are those of all stages; `config` is
+    that of a saved model of ours.
 
     Raises:
-        ValueError: for sizes next to --model, which has its own.
+        ValueError: for sizes next to a model, which has its own.
     """
-    sizes = {"heads": 12, "prefix": 1, "head_dim": 64, "layers": 12}
-    if arguments.model is not None:
-        if given := [name for name in sizes if getattr(arguments, name) is not None]:
-            flag, value = given[0].replace("_", "-"), getattr(arguments, given[0])
-            raise ValueError(f"--{flag}={value} is the model's own with --model={arguments.model}; leave it out")
-        config = explain_time.config_of({"support": None, "decay": None}, arguments)
-        places = [place for place, stage in enumerate(config.stages) if stage.takes_prior]
-        stage, width = config.stages[places[0]], config.widths[places[0]]
-        sizes = {"heads": stage.num_heads, "prefix": config.prefix_tokens(stage), "layers": stage.num_layers}
-        sizes["head_dim"] = width // stage.num_heads
-        arguments.all_layers = sum(config.stages[place].num_layers for place in places)
-        if len(places) > 1:
-            print(f"the numbers before the time are of the first of {len(places)} stages of {arguments.model}")
-    for name, value in sizes.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    if arguments.model is None:
-        arguments.all_layers = arguments.layers
+    sizes: dict[str, Any] = {"heads": 12, "prefix": 1, "head_dim": 64, "layers": 12, "grid": (14, 14)}
+    folder, own, arguments.config = saved_folder(arguments.prior), dict[str, Any](), None
+    owner = arguments.model if folder is None else str(folder)
+    if folder is not None:
+        if arguments.model is not None:
+            raise ValueError(f"--model={arguments.model} does not go with {folder}, which is a model")
+        arguments.prior, own, arguments.config = of_folder(folder)
+    elif owner is not None:
+        arguments.grid = arguments.grid or sizes["grid"]
+        own = sizes_of(explain_time.config_of({"support": None, "decay": None}, arguments))
+    for name, default in sizes.items():
+        given = getattr(arguments, name)
+        if given is not None and name in own:
+            flag, value = name.replace("_", "-"), size_of(given) if name == "grid" else given
+            option = f"--model={owner}" if folder is None else owner
+            raise ValueError(f"--{flag}={value} is the model's own with {option}; leave it out")
+        if given is None:
+            setattr(arguments, name, own.get(name, default))
+    arguments.all_layers = own.get("all_layers", arguments.layers)
+    if own.get("stages", 1) > 1:
+        if isinstance(arguments.prior, list):  # one for each stage
+            arguments.prior = arguments.prior[0]
+        before = "before the time " if folder is None else ""
+        print(f"the numbers {before}are of the first of {own['stages']} stages of {owner}")
 
 
 def _place_setting(slots: dict[str, Any], key: str, value: Any) -> None:

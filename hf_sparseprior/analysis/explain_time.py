@@ -36,6 +36,8 @@ def config_of(prior: Mapping[str, Any], arguments: argparse.Namespace) -> Pretra
         ValueError: for what it cannot be.
     """
     grid, prior = list(arguments.grid), dict(prior)
+    if (saved := getattr(arguments, "config", None)) is not None:
+        return saved
     if arguments.model is not None:
         takes: Any = "clips" if len(grid) == 3 else "images"
         family = preset_family(arguments.model, takes)

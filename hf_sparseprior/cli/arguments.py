@@ -169,13 +169,13 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
     add_import(parser)
     text = (
-        f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +; or a "
-        "prior as JSON, as in config.json"
+        f"a name that `{PROGRAM} list` prints: supports, decays, predictors, mixers, extras; names joined by +; a "
+        "prior as JSON, as in config.json; or the folder of a saved model or a run"
     )
     parser.add_argument("prior", type=written_prior, help=text)
     parser.add_argument("--heads", type=int, help="attention heads (default 12, or the model's)")
-    text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14)"
-    parser.add_argument("--grid", type=parse_grid, default=(14, 14), help=text)
+    text = "patch grid, HEIGHTxWIDTH, or FRAMESxHEIGHTxWIDTH of a clip (default 14x14, or the saved model's)"
+    parser.add_argument("--grid", type=parse_grid, help=text)
     parser.add_argument(
         "--prefix", type=int, help="class, distillation and register tokens (default 1, or the model's)"
     )

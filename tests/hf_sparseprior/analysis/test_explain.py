@@ -3,7 +3,9 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import ViTConfig, ViTModel
 
+import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis import explain, pictures
 from hf_sparseprior.patterns.curves import CURVES
@@ -208,3 +210,77 @@ def test_with_a_model_the_numbers_before_the_time_are_the_models(capsys, monkeyp
     for flag in ("heads", "layers", "head-dim", "prefix"):
         assert main(["explain", "fibottention", "--model", "vit_small", *options, f"--{flag}", "4"]) == 2
         assert f"--{flag}=4 is the model's own with --model=vit_small" in capsys.readouterr().err
+
+
+SIZES = {
+    "image_size": [32, 48], "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3,
+    "intermediate_size": 16,
+}  # fmt: skip
+# In a stock model a decay starts otherwise than by its name alone.
+LAYERS = {
+    "layers": {"0-1": "window", "2-3": {"support": "fibottention", "decay": {"name": "violin", "init": "moving"}}}
+}
+BUILDERS = {
+    "ours": lambda: sp.SparsePriorViTModel(sp.SparsePriorViTConfig(**SIZES, prior=LAYERS)),
+    "stock": lambda: sp.apply_prior(ViTModel(ViTConfig(**SIZES)), LAYERS),
+}
+
+
+@each("kind", BUILDERS)
+def test_a_saved_model_is_explained_as_its_prior_on_its_grid(kind, capsys, tmp_path):
+    """Also the model of a training run, and one layer of it."""
+    run = tmp_path / kind
+    BUILDERS[kind]().save_pretrained(run / "model")
+    sizes = ["--grid", "8x12", "--heads", "3", "--layers", "4", "--head-dim", "8"]
+    for options in (["--no-picture"], ["--no-picture", "--layer", "3"]):
+        assert main(["explain", json.dumps(LAYERS), *sizes, *options]) == 0
+        expected = capsys.readouterr().out
+        for folder in (run, run / "model"):
+            assert main(["explain", str(folder), *options]) == 0
+            assert capsys.readouterr().out == expected and "8x12 grid, 3 heads" in expected
+    assert main(["explain", str(run), "--no-picture", "--grid", "4x4"]) == 2
+    assert f"--grid=4x4 is the model's own with {run / 'model'}; leave it out" in capsys.readouterr().err
+    assert main(["explain", str(run), "--no-picture", "--time", "--model", "vit_tiny"]) == 2
+    assert "--model=vit_tiny does not go with" in capsys.readouterr().err
+
+
+def test_a_saved_model_of_several_stages_is_explained_in_its_first(capsys, tmp_path):
+    options = {"image_size": 64, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4]}
+    config = sp.SparsePriorSwinConfig(**options, window_size=4, prior=["fibottention", "dense"])
+    sp.SparsePriorSwinModel(config).save_pretrained(tmp_path / "swin")
+    assert main(["explain", str(tmp_path / "swin"), "--no-picture"]) == 0
+    text = capsys.readouterr().out
+    assert "the numbers are of the first of 2 stages of" in text
+    assert "fibottention on a 4x4 grid, 2 heads, 0 prefix tokens" in text
+
+
+class Enough(Exception):
+    """Ends the command once what counts is known."""
+
+
+def test_the_time_of_a_saved_model_is_that_of_its_config(capsys, tmp_path, monkeypatch):
+    seen = []
+
+    def measure(config, *given, **options):
+        seen.append(config)
+        raise Enough
+
+    monkeypatch.setattr(explain.explain_time, "predicted_costs", measure)
+    model = BUILDERS["ours"]()
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(Enough):
+        main(["explain", str(tmp_path / "model"), "--no-picture", "--time"])
+    assert seen[0].to_dict() == type(model.config).from_pretrained(tmp_path / "model").to_dict()
+
+
+def test_folders_that_are_no_models_with_a_prior_are_refused(capsys, tmp_path, monkeypatch):
+    ViTModel(ViTConfig(**SIZES)).save_pretrained(tmp_path / "plain")
+    assert main(["explain", str(tmp_path / "plain"), "--no-picture"]) == 2
+    assert "holds a model of transformers without a prior" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["explain", str(tmp_path / "empty"), "--no-picture"]) == 2
+    assert "is no prior" in capsys.readouterr().err
+    BUILDERS["ours"]().save_pretrained(tmp_path / "dense")  # a folder that is called as a prior is
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "dense", "--no-picture"]) == 0
+    assert "dense on a 14x14 grid" in capsys.readouterr().out
