@@ -13,7 +13,7 @@ from tasks.classification.transfer import Case, dense_configs, do, main, photos,
 from tests.each import each
 
 CHANGES = [
-    *("data.validation_fraction=0.2", "data.limit_validation=10", "data.limit_test=10"),
+    *("data.validation_fraction=0.2", "data.limit_train=null", "data.limit_validation=10", "data.limit_test=10"),
     *("model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=2", "model.patch_size=14"),
     *("trainer.minutes=null", "trainer.max_steps=2", "trainer.progressive_sizes=null"),
 ]
