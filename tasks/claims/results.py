@@ -26,6 +26,8 @@ COMPARISONS = Path("configs/results.yaml")
 PAGE = Path("docs/results.md")
 # Of table.md, which has them for who wants to know more.
 LEFT_OUT = ("parameters", "ms a step", "seconds a run", "standard error of one seed", "points, by seed")
+# Tasks whose records have a page of their own, with groups of runs at equal time.
+ELSEWHERE = ("canvases",)
 # The page's order, and what it says of each task.
 TASKS = {
     "classification": "images: training from scratch, fine-tuning, compression",
@@ -51,7 +53,8 @@ are of this scale. `python -m tasks.claims.results` makes this page from the rec
 - **Below the tables**: "in words" is a text about the comparison; "full table" has each seed, parameters and times too.
 
 Elsewhere: [which prior for which problem](choose.md), [results in words](results-in-words.md), [what the papers claim
-and whether it holds here](claims.md), [times, memory and throughput](../tasks/benchmark/RESULTS.md)."""
+and whether it holds here](claims.md), [times, memory and throughput](../tasks/benchmark/RESULTS.md), [large images at
+equal time](../tasks/canvases/results/cpu/table.md)."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,12 @@ def read_comparisons(root: Path) -> list[Compared]:
     """All comparisons, in the order of configs/results.yaml.
 
     Raises:
-        ValueError: if a folder of records has no entry there, an entry no folder, or a task no line in `TASKS`.
+        ValueError: if a folder of records has no entry there (but for `ELSEWHERE`), an entry no folder, or a task no
+            line in `TASKS`.
     """
     entries = read_yaml(root / COMPARISONS)
-    folders = {path.parent.relative_to(root).as_posix() for path in (root / "tasks").glob(f"*/results/**/{RECORDS}")}
+    found = [path.parent.relative_to(root) for path in (root / "tasks").glob(f"*/results/**/{RECORDS}")]
+    folders = {folder.as_posix() for folder in found if folder.parts[1] not in ELSEWHERE}
     if differing := sorted(folders ^ set(entries)):
         which = "no entry" if differing[0] in folders else "no records"
         raise ValueError(f"{COMPARISONS}: {differing[0]} has {which}")
