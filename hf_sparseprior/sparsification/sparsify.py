@@ -180,7 +180,7 @@ class _Job:
         search = self.search
         learner = replace(before, name=name, model=copy.deepcopy(before.model))
         path = None if search.plan.path is None else search.plan.path.with_name(state)
-        search.say(name if before.name in name else f"recovery of {before.name}")
+        search.say(f"recovery of {before.name}")
         recovery = Recovery(search.subject, learner, self.images, self.parts.recovery, search.settings, path)
         return replace(learner, model=recovery.run(search.say))
 

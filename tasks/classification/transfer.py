@@ -79,7 +79,7 @@ CASES = (Case(112, 0.5, 3.0), Case(224, 0.25, 6.0))
 
 
 def dense_configs(data: str, out: Path, sizes: Sequence[int] = SIZES, changes: Sequence[str] = ()) -> dict[int, Config]:
-    """The configuration of the dense model of each size, each of which starts from the one before."""
+    """The configuration of the dense model of each size; a larger model starts from the next smaller one."""
     configs: dict[int, Config] = {}
     for number, size in enumerate(sizes):
         config = load_config(f"{CONFIG}#{data}-{size}", changes)

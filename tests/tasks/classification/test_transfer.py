@@ -75,7 +75,7 @@ def test_all_of_it(small, tmp_path, capsys, monkeypatch):
     table = (records / transfer.TABLE).read_text()
     assert "| the choice | 0.650 |" in table and "Dense at 112 pixels: " in table
     assert (records / transfer.FIGURE).stat().st_size > 10_000
-    for name in ("run", "sparsify"):  # would be called for whatever is not done
+    for name in ("run", "sparsify"):  # a run that is left would call them
         monkeypatch.setattr(transfer.hf_run if name == "run" else transfer.sp, name, None)
     do("fashion_mnist", out, records, CASES, CHANGES)
     assert "fashion_mnist.json: done" in capsys.readouterr().out
