@@ -154,6 +154,8 @@ def _fill_sizes(arguments: argparse.Namespace) -> None:
         if arguments.model is not None:
             raise ValueError(f"--model={arguments.model} does not go with {folder}, which is a model")
         arguments.prior, own, arguments.config = of_folder(folder)
+        if arguments.time and arguments.config is None:
+            raise ValueError(f"--time predicts models of this package, and {folder} is one of transformers")
     elif owner is not None:
         arguments.grid = arguments.grid or sizes["grid"]
         own = sizes_of(explain_time.config_of({"support": None, "decay": None}, arguments))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModel
 from transformers.utils import CONFIG_NAME
 
+from hf_sparseprior.adapters.stock_encoder import find_encoder, head_dim_of, num_heads_of
 from hf_sparseprior.base.families import FAMILIES
-from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.priors.prior import parse_prior
 from hf_sparseprior.saving.saved_config import PRIOR_RECORD, check_saved_config
 
@@ -39,7 +41,7 @@ def of_folder(folder: Path) -> tuple[Any, dict[str, Any], Any]:
     if family is None:
         if PRIOR_RECORD not in content:
             raise ValueError(f"{folder} holds a model of transformers without a prior")
-        return content[PRIOR_RECORD]["prior"], _stock_sizes(content, folder), None
+        return content[PRIOR_RECORD]["prior"], _stock_sizes(folder), None
     config = family.config_class.from_pretrained(folder)
     return config.prior, {**sizes_of(config), "grid": _first_stage(config)[1].grid}, config
 
@@ -62,12 +64,18 @@ def _first_stage(config: Any) -> tuple[int, Any]:
     return next((place, stage) for place, stage in enumerate(config.stages) if stage.takes_prior)
 
 
-def _stock_sizes(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Sizes of a model of transformers, but for its prefix tokens, which its config does not say."""
-    vision = content.get("vision_config") or content
-    names = ("num_attention_heads", "hidden_size", "num_hidden_layers", "image_size", "patch_size")
-    if missing := [name for name in names if not vision.get(name)]:
-        raise ValueError(f"{folder / CONFIG_NAME} has no {missing[0]}; give the prior and the sizes instead")
-    heads, width, layers, sides, patch = (vision[name] for name in names)
-    grid = tuple(side // size for side, size in zip(as_pair(sides), as_pair(patch), strict=True))
-    return {"heads": heads, "head_dim": width // heads, "layers": layers, "all_layers": layers, "grid": grid}
+def _stock_sizes(folder: Path) -> dict[str, Any]:
+    """Sizes of a model of transformers, from the modules of its class; of Swin those of its first stage."""
+    with torch.device("meta"):
+        encoder = find_encoder(AutoModel.from_config(AutoConfig.from_pretrained(folder)))
+    attention = list(encoder.attention.values())
+    heads = [num_heads_of(each) for each in attention]
+    return {
+        "heads": heads[0],
+        "prefix": encoder.num_prefix_tokens,
+        "head_dim": head_dim_of(attention[0]),
+        "layers": heads.count(heads[0]),
+        "all_layers": len(heads),
+        "stages": len(set(heads)),
+        "grid": tuple(encoder.grid_of(attention[0])),
+    }

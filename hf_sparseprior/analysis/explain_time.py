@@ -37,6 +37,10 @@ def config_of(prior: Mapping[str, Any], arguments: argparse.Namespace) -> Pretra
     """
     grid, prior = list(arguments.grid), dict(prior)
     if (saved := getattr(arguments, "config", None)) is not None:
+        if arguments.set:
+            if isinstance(saved.prior, list) and any(each != saved.prior[0] for each in saved.prior):
+                raise ValueError(f"--set {arguments.set[0]} with --time needs one prior, not one for each stage")
+            saved.prior = prior
         return saved
     if arguments.model is not None:
         takes: Any = "clips" if len(grid) == 3 else "images"

@@ -3,7 +3,16 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import ViTConfig, ViTModel
+from transformers import (
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    SiglipConfig,
+    SiglipModel,
+    SwinConfig,
+    SwinModel,
+    ViTConfig,
+    ViTModel,
+)
 
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
@@ -258,7 +267,9 @@ class Enough(Exception):
     """Ends the command once what counts is known."""
 
 
-def test_the_time_of_a_saved_model_is_that_of_its_config(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def timed(monkeypatch):
+    """Configs whose time would be predicted."""
     seen = []
 
     def measure(config, *given, **options):
@@ -266,11 +277,55 @@ def test_the_time_of_a_saved_model_is_that_of_its_config(capsys, tmp_path, monke
         raise Enough
 
     monkeypatch.setattr(explain.explain_time, "predicted_costs", measure)
+    return seen
+
+
+def test_the_time_of_a_saved_model_is_that_of_its_config(tmp_path, timed):
     model = BUILDERS["ours"]()
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(Enough):
         main(["explain", str(tmp_path / "model"), "--no-picture", "--time"])
-    assert seen[0].to_dict() == type(model.config).from_pretrained(tmp_path / "model").to_dict()
+    assert timed[0].to_dict() == type(model.config).from_pretrained(tmp_path / "model").to_dict()
+
+
+@each("prior", ["fibottention", ["fibottention", "dense"]])
+def test_a_setting_acts_on_the_time_of_a_saved_model(prior, capsys, tmp_path, timed):
+    """One for each stage would leave open which of them it is for."""
+    options = {"image_size": 64, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4]}
+    config = sp.SparsePriorSwinConfig(**options, window_size=4, prior=prior)
+    sp.SparsePriorSwinModel(config).save_pretrained(tmp_path / "swin")
+    command = ["explain", str(tmp_path / "swin"), "--no-picture", "--time", "--set", "w_max=9"]
+    if isinstance(prior, str):
+        with pytest.raises(Enough):
+            main(command)
+        assert [each["support"]["w_max"] for each in timed[0].prior] == [9, 9]
+    else:
+        assert main(command) == 2 and "w_max=9 with --time needs one prior" in capsys.readouterr().err
+
+
+TEXT = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 8}
+STOCK = {
+    "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, num_register_tokens=4)),
+    "text": lambda: SiglipModel(SiglipConfig(vision_config={**SIZES, "image_size": 32}, text_config=TEXT)),
+    "stages": lambda: SwinModel(
+        SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4)
+    ),
+}
+LINES = {
+    "registers": "8x12 grid, 3 heads, 5 prefix tokens",
+    "text": "8x8 grid, 3 heads, 0 prefix tokens",
+    "stages": "4x4 grid, 2 heads, 0 prefix tokens",
+}
+
+
+@each("kind", STOCK)
+def test_a_saved_stock_model_is_explained_with_its_own_tokens(kind, capsys, tmp_path):
+    sp.apply_prior(STOCK[kind](), "fibottention").save_pretrained(tmp_path / "model")
+    assert main(["explain", str(tmp_path / "model"), "--no-picture"]) == 0
+    text = capsys.readouterr().out
+    assert LINES[kind] in text and ("of the first of 2 stages" in text) == (kind == "stages")
+    assert main(["explain", str(tmp_path / "model"), "--no-picture", "--time"]) == 2
+    assert "is one of transformers" in capsys.readouterr().err
 
 
 def test_folders_that_are_no_models_with_a_prior_are_refused(capsys, tmp_path, monkeypatch):
