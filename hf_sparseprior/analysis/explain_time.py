@@ -40,7 +40,7 @@ def config_of(prior: Mapping[str, Any], arguments: argparse.Namespace) -> Pretra
         if arguments.set:
             if isinstance(saved.prior, list) and any(each != saved.prior[0] for each in saved.prior):
                 raise ValueError(f"--set {arguments.set[0]} with --time needs one prior, not one for each stage")
-            saved.prior = prior
+            return type(saved).from_dict(saved.to_dict(), prior=prior)
         return saved
     if arguments.model is not None:
         takes: Any = "clips" if len(grid) == 3 else "images"
