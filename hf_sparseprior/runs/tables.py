@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from scipy.stats import binomtest
@@ -22,6 +23,16 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     """95 % interval of a share of `count` trials (Wilson 1927)."""
     interval = binomtest(right, count).proportion_ci(confidence_level=0.95, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+def paired_interval(won: int, lost: int, count: int) -> tuple[float, float]:
+    """95 % interval of the difference of two shares of the same `count` trials (Agresti and Min 2005, adjusted Wald).
+
+    won, lost: trials that only the first, or only the second, got right.
+    """
+    first, second, total = (won + 0.5) / (count + 2), (lost + 0.5) / (count + 2), count + 2
+    half = 1.959964 * math.sqrt((first + second - (first - second) ** 2) / total)
+    return max(-1.0, first - second - half), min(1.0, first - second + half)
 
 
 def count_of_seeds(count: int) -> str:

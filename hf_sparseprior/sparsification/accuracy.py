@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_sparseprior.runs.tables import wilson_interval
+from hf_sparseprior.runs.tables import paired_interval, wilson_interval
 from hf_sparseprior.sparsification.data import Images
 from hf_sparseprior.sparsification.subject import CHANGE, Subject
 
 ACCURACY, AGREEMENT = "accuracy", "agreement with the dense model's top class"
 BATCH = 16
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A model on the test images.
+
+    value, low, high: what `measure_name` says, with its 95 % interval. difference: of accuracy to the dense model,
+    image by image, with its 95 % interval: (difference, low, high).
+    """
+
+    value: float
+    low: float
+    high: float
+    difference: tuple[float, float, float] | None = None
 
 
 def measure_name(subject: Subject, images: Images) -> str:
@@ -26,20 +41,30 @@ def measure_name(subject: Subject, images: Images) -> str:
 @torch.no_grad()
 def measured(
     subject: Subject, images: Images, test: list[int], models: Mapping[str, Callable[[Tensor], Tensor]]
-) -> dict[str, tuple[float, float, float]]:
-    """Mean and 95 % interval of what `measure_name` says, of each model, which maps images to outputs."""
+) -> dict[str, Tested]:
+    """What `measure_name` says, of each model, which maps images to outputs."""
     values: dict[str, list[float]] = {name: [] for name in models}
+    by_dense: list[float] = []
     for numbers in images.batches(test, BATCH):
         pixels = images.pixels(numbers)
         dense = subject.outputs(pixels, subject.dense)
         classes = dense.argmax(-1) if subject.classifies else None
         if classes is not None and images.labels is not None:
             classes = torch.tensor([images.labels[number] for number in numbers], device=classes.device)
+            by_dense += (dense.argmax(-1) == classes).double().tolist()
         for name, run in models.items():
             outputs = run(pixels)
             results = subject.loss(outputs, dense) if classes is None else outputs.argmax(-1) == classes
             values[name] += results.double().tolist()
-    return {name: _interval(results, subject.classifies) for name, results in values.items()}
+    return {
+        name: Tested(*_interval(results, subject.classifies), _difference(results, by_dense) if by_dense else None)
+        for name, results in values.items()
+    }
+
+
+def _difference(right: list[float], before: list[float]) -> tuple[float, float, float]:
+    changes = [after - first for after, first in zip(right, before, strict=True)]
+    return sum(changes) / len(changes), *paired_interval(changes.count(1), changes.count(-1), len(changes))
 
 
 def _interval(values: list[float], are_shares: bool) -> tuple[float, float, float]:

@@ -25,7 +25,8 @@ class Compared:
     """A model in the report.
 
     share: of the dense model's time. model: itself. outputs: (the model, images of the full size) -> its outputs.
-    changes: what makes it from the dense model, in fields of a config.
+    changes: what makes it from the dense model, in fields of a config. recovers: the name of what this is after
+    recovery.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Compared:
     model: Any
     outputs: Callable[[Any, Tensor], Tensor]
     changes: dict[str, Any] = field(default_factory=dict)
+    recovers: str | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Outputs of images of the full size."""

@@ -20,7 +20,8 @@ class Row:
 
     share: of the dense model's time, measured by turns with it. value, low, high: what `Report.measure` names, with its
     95 % interval; None: not measured, and `note` says why. changes: of the config, which make the model from the
-    dense one: a prior, or an image size (height, width).
+    dense one: a prior, or an image size (height, width). difference: (difference, low, high) of accuracy to the dense
+    model, image by image, with its 95 % interval. recovers: the name of the row that this one is after recovery.
     """
 
     name: str
@@ -30,6 +31,8 @@ class Row:
     high: float | None = None
     note: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
+    difference: tuple[float, float, float] | None = None
+    recovers: str | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,13 @@ class Report:
         ]
 
     def _table(self) -> str:
-        return markdown_table(
-            ("model", "share of the time", self.measure),
-            [(row.name, "" if row.share is None else f"{row.share:.3f}", _value(row)) for row in self.rows],
-        )
+        names = ["model", "share of the time", self.measure]
+        rows = [[row.name, "" if row.share is None else f"{row.share:.3f}", _value(row)] for row in self.rows]
+        if any(row.difference is not None for row in self.rows):
+            names.append("points against dense")
+            for cells, row in zip(rows, self.rows, strict=True):
+                cells.append(points(row.difference) if row.changes else "")
+        return markdown_table(names, rows)
 
     def card_lines(self) -> list[str]:
         """A section of a model card."""
@@ -138,6 +144,14 @@ class Report:
         axis.grid(alpha=0.25)
         axis.legend(frameon=False)
         save(figure, path)
+
+
+def points(difference: tuple[float, float, float] | None) -> str:
+    """A difference of accuracy in points, with its interval."""
+    if difference is None:
+        return ""
+    value, low, high = (100 * each for each in difference)
+    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def _value(row: Row) -> str:

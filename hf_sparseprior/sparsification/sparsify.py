@@ -171,14 +171,17 @@ class _Job:
                 tested.append(self._recovered(rival, f"{rival.name}, after recovery", f"{number}_{STATE}"))
         search.say(f"testing {len(tested)} models on {len(self.parts.test)} images")
         values = measured(search.subject, self.images, self.parts.test, {each.name: each for each in tested})
-        rows = [Row(each.name, each.share, *values[each.name], changes=each.changes) for each in tested]
+        rows = [
+            Row(each.name, each.share, **vars(values[each.name]), changes=each.changes, recovers=each.recovers)
+            for each in tested
+        ]
         rows += [Row(name, note=f"left out: {why}") for name, why in absent.items()]
         return Sparsified(result.model, self._report(points, point, budget, rows), self.processor)
 
     def _recovered(self, before: Compared, name: str, state: str) -> Compared:
         """A copy that learned from the dense model."""
         search = self.search
-        learner = replace(before, name=name, model=copy.deepcopy(before.model))
+        learner = replace(before, name=name, model=copy.deepcopy(before.model), recovers=before.name)
         path = None if search.plan.path is None else search.plan.path.with_name(state)
         search.say(f"recovery of {before.name}")
         recovery = Recovery(search.subject, learner, self.images, self.parts.recovery, search.settings, path)

@@ -38,7 +38,7 @@ from hf_sparseprior.runs.metrics import unpack_correct
 from hf_sparseprior.runs.results import read_results, write_results
 from hf_sparseprior.runs.run_folder import MODEL
 from hf_sparseprior.runs.tables import markdown_table, wilson_interval
-from hf_sparseprior.sparsification.report import JSON
+from hf_sparseprior.sparsification.report import JSON, points
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification import commands
 from tasks.classification.commands import TRANSFER_DATA
@@ -52,12 +52,14 @@ TABLE, FIGURE = "table.md", "transfer.png"
 class Case:
     """A model to make faster.
 
-    size: of its images, in pixels. budget: share of the dense model's time. minutes: of recovery, of each model.
+    size: of its images, in pixels. budget: share of the dense model's time. minutes: of recovery, of each model. test:
+    images of the test.
     """
 
     size: int
     budget: float
     minutes: float
+    test: int
 
     @property
     def name(self) -> str:
@@ -68,11 +70,11 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """Of `sparsify`."""
         recovery = {"minutes": self.minutes, "learning_rate": 1e-4, "recover_all": True}
-        return {"calibration": 32, "test": 500, "seconds": 3.0, "device": "cpu", **recovery}
+        return {"calibration": 32, "test": self.test, "seconds": 3.0, "device": "cpu", **recovery}
 
 
 SIZES = (56, 112, 224)
-CASES = (Case(112, 0.5, 3.0), Case(224, 0.25, 6.0))
+CASES = (Case(112, 0.5, 3.0, 2000), Case(224, 0.25, 6.0, 1000))
 
 
 # ---- the runs -------------------------------------------------------------------------------------------------------
@@ -196,10 +198,12 @@ def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
                     row["name"],
                     "" if row["share"] is None else f"{row['share']:.3f}",
                     row["note"] if row["value"] is None else percent(row),
+                    points(row["difference"]) if row["changes"] else "",
                 )
                 for row in report["rows"]
             ]
-            parts.append(markdown_table(("model", "share of the time", "test accuracy, % (95 % interval)"), rows))
+            names = ("model", "share of the time", "test accuracy, % (95 % interval)", "points against dense")
+            parts.append(markdown_table(names, rows))
         hardware = record["hardware"]
         parts.append(f"`{record['command']}`, {hardware['cpu']}, {hardware['cpu_threads']} threads, one seed.")
     return "\n\n".join(parts) + "\n"
@@ -225,9 +229,8 @@ def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
 def _draw_panel(axis: Any, report: Mapping[str, Any]) -> None:
     tested = [row for row in report["rows"] if row["value"] is not None]
     colours = pictures.pyplot().get_cmap("tab10")
-    for number, row in enumerate(row for row in tested if "after recovery" not in row["name"]):
-        names = (f"{row['name']}, after recovery", *(["after recovery"] if row["name"] == "the choice" else []))
-        later = next((other for other in tested if other["name"] in names), None)
+    for number, row in enumerate(row for row in tested if row["recovers"] is None):
+        later = next((other for other in tested if other["recovers"] == row["name"]), None)
         colour, x = colours(number), row["share"]
         for each, face, shift in ((row, "white", 0.99), (later, colour, 1.01)):
             if each is not None:

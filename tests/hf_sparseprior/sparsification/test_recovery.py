@@ -135,6 +135,11 @@ def test_what_it_is_compared_with_recovers_too(kind, monkeypatch, tmp_path):
     names = [row.name for row in rows]
     assert names[:3] == ["dense", "the choice", "after recovery"] and rows[0].value == 1.0
     assert names[4::2] == [f"{name}, after recovery" for name in names[3::2]]
+    assert [row.recovers for row in rows[1:]] == [
+        None,
+        "the choice",
+        *(x for name in names[3::2] for x in (None, name)),
+    ]
     sizes = [name for name in names if name.startswith("dense at")]
     assert len(sizes) == (0 if kind == "timm" else 2) and len(names) == (9 if kind == "ours" else 5 + len(sizes))
     assert [row.changes for row in rows[4::2]] == [row.changes for row in rows[3::2]]

@@ -17,13 +17,14 @@ from hf_sparseprior.__main__ import main
 from hf_sparseprior.analysis.layers import attention_layers
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.runs.locks import locked
-from hf_sparseprior.runs.tables import wilson_interval
+from hf_sparseprior.runs.tables import paired_interval, wilson_interval
 from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.baselines import STEPS
 from hf_sparseprior.sparsification.candidates import parse_candidates
 from hf_sparseprior.sparsification.choice import promising
 from hf_sparseprior.sparsification.data import Images, split
 from hf_sparseprior.sparsification.plan import Plan
+from hf_sparseprior.sparsification.report import points
 from hf_sparseprior.sparsification.search import Search, TimeLeft
 from hf_sparseprior.sparsification.sensitivity import LayerChanged, dense_outputs
 from hf_sparseprior.sparsification.settings import Settings
@@ -232,13 +233,17 @@ def test_accuracy_is_that_of_the_test_images(kind, timer):
     images, labels = images_of(40), [n % 3 for n in range(40)]
     found = sp.sparsify(model_of(kind), images, 0.6, labels=labels, settings=SETTINGS)
     test = split(Images(40, images.__getitem__), 6, 1000, 0).test
-    rows = {row.name: row for row in found.report.rows}
+    rows, hits = {row.name: row for row in found.report.rows}, {}
     for name, model in (("dense", model_of(kind)), ("the choice", found.model)):
         with torch.no_grad():
             output = model(images[test])
-        right = int((getattr(output, "logits", output).argmax(-1) == torch.tensor(labels)[test]).sum())
+        hits[name] = getattr(output, "logits", output).argmax(-1) == torch.tensor(labels)[test]
+        right = int(hits[name].sum())
         assert rows[name].value == right / 20
         assert (rows[name].low, rows[name].high) == wilson_interval(right, 20)
+        won, lost = int((hits[name] & ~hits["dense"]).sum()), int((~hits[name] & hits["dense"]).sum())
+        assert rows[name].difference == ((won - lost) / 20, *paired_interval(won, lost, 20))
+    assert f"| {points(rows['the choice'].difference)} |" in found.report.to_markdown()
     assert found.report.measure == "accuracy"
 
 
@@ -247,6 +252,7 @@ def test_without_labels_it_is_agreement_and_named_so(timer):
     report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS).report
     assert report.measure == "agreement with the dense model's top class"
     assert report.rows[0].value == 1.0 and "agreement" in report.to_markdown()
+    assert {row.difference for row in report.rows} == {None} and "points" not in report.to_markdown()
 
 
 def test_without_a_classifier_it_is_the_change_of_features(timer):

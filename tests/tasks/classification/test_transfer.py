@@ -21,7 +21,7 @@ SETTINGS = {
     **{"calibration": 4, "test": 10, "device": "cpu", "minutes": 1e-6, "learning_rate": 1e-4, "recover_all": True},
     "candidates": [{"name": "window", "w": 2}],
 }
-CASES = [Case(112, 0.7, 1e-6)]
+CASES = [Case(112, 0.7, 1e-6, 10)]
 
 
 @pytest.fixture
@@ -101,15 +101,30 @@ def test_bad_arguments_are_one_line(tmp_path, capsys):
 
 
 def test_the_text_says_how_it_was_measured():
-    row = {"name": "dense", "share": 1.0, "value": 0.5, "low": 0.4, "high": 0.6, "note": "", "changes": {}}
+    row = {
+        "name": "dense",
+        "share": 1.0,
+        "value": 0.5,
+        "low": 0.4,
+        "high": 0.6,
+        "note": "",
+        "changes": {},
+        "difference": None,
+    }
+    choice = {**row, "name": "the choice", "changes": {"prior": "window"}, "difference": [-0.02, -0.05, 0.01]}
     report = {
         **{"image_size": [112, 112], "budget": 0.5, "measured": 0.49, "dense_seconds": 0.02, "minutes": 3.0},
         "layers": ["dense", "window w=2"],
-        "rows": [row, {**row, "name": "token merging", "share": None, "value": None, "note": "left out: too slow"}],
+        "rows": [
+            row,
+            {**row, "name": "token merging", "share": None, "value": None, "note": "left out: too slow"},
+            choice,
+        ],
     }
     dense = {"size": 56, "steps": 7, "minutes": 20.0, "test_accuracy": 0.5, "test_images": 500}
     hardware = {"cpu": "a processor", "cpu_threads": 1}
     text = report_text({"x": {"dense": [dense], "reports": [report], "hardware": hardware, "command": "run x"}})
     assert "Dense at 56 pixels: 20.0 minutes, 7 steps, test accuracy 50.0 % (45.6 to 54.4)." in text
-    assert "| dense | 1.000 | 50.0 (40.0 to 60.0) |\n| token merging |  | left out: too slow |" in text
+    assert "| dense | 1.000 | 50.0 (40.0 to 60.0) |  |\n| token merging |  | left out: too slow |  |" in text
+    assert "| the choice | 1.000 | 50.0 (40.0 to 60.0) | -2.0 (-5.0 to +1.0) |" in text
     assert "`run x`, a processor, 1 threads, one seed." in text
