@@ -18,7 +18,7 @@ BATCH = 16
 
 
 @dataclass(frozen=True)
-class Tested:
+class Scored:
     """A model on the test images.
 
     value, low, high: what `measure_name` says, with its 95 % interval. difference: of accuracy to the dense model,
@@ -41,7 +41,7 @@ def measure_name(subject: Subject, images: Images) -> str:
 @torch.no_grad()
 def measured(
     subject: Subject, images: Images, test: list[int], models: Mapping[str, Callable[[Tensor], Tensor]]
-) -> dict[str, Tested]:
+) -> dict[str, Scored]:
     """What `measure_name` says, of each model, which maps images to outputs."""
     values: dict[str, list[float]] = {name: [] for name in models}
     by_dense: list[float] = []
@@ -57,7 +57,7 @@ def measured(
             results = subject.loss(outputs, dense) if classes is None else outputs.argmax(-1) == classes
             values[name] += results.double().tolist()
     return {
-        name: Tested(*_interval(results, subject.classifies), _difference(results, by_dense) if by_dense else None)
+        name: Scored(*_interval(results, subject.classifies), _difference(results, by_dense) if by_dense else None)
         for name, results in values.items()
     }
 
