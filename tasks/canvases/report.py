@@ -1,7 +1,8 @@
 """The table and the figure, from the records alone: python -m tasks.canvases.report --scale cpu
 
-Writes table.md and canvases.png into the folder of records. Differences are paired by seed, and significant by the rule
-of all comparisons (tasks/common/paired.py). What has no record is not in them.
+Writes table.md, canvases.png and patches.png (dense and Fibottention, by patch size) into the folder of records.
+Differences are paired by seed, and significant by the rule of all comparisons (tasks/common/paired.py). What has no
+record is not in them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from hf_sparseprior.runs.tables import markdown_table, wilson_interval
 from tasks.canvases import commands
 from tasks.canvases.contenders import CONTENDERS, DENSE, SCALES, Scale, start_name
 from tasks.common.comparison_table import spread
-from tasks.common.paired import difference_table, differences
+from tasks.common.paired import DETECTABLE, RULE, difference_table, differences
 from tasks.common.records import read_records
 
 TIMES = "times.json"
-TABLE, FIGURE = "table.md", "canvases.png"
+TABLE, FIGURE, PATCHES = "table.md", "canvases.png", "patches.png"
 MARKS = "os^D"  # of patch sizes, from small to large
+SAME_PATCHES = "dense with the same patches"
+BY_PATCHES = {  # of `PATCHES`: dense, and the same with Fibottention
+    name: f"{name}-fibottention".removeprefix("dense-") for name in ("dense", "patch-x2", "patch-x4")
+}
 
 Runs = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
@@ -105,7 +110,10 @@ def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[st
     parts.append(group_table(runs, times))
     listed = {row: list(by_seed.values()) for row, by_seed in runs.items()}
     if scale.reference in listed and (paired := differences(listed, scale.reference)):
-        parts.append(difference_table(paired, scale.reference))
+        parts.append(difference_table(paired, scale.reference, rule=False))
+    if paired := differences(listed, {row: dense_twin(row) for row in listed}):
+        parts.append(f"Sparse rows minus {SAME_PATCHES}:")
+        parts.append(difference_table(paired, SAME_PATCHES, rule=False))
     pilot = runs.get(DENSE, {}).get(0)
     if pilot is not None and learns_nothing(pilot):
         best = 100 * max(point["validation_accuracy"] for point in pilot["history"])
@@ -125,6 +133,12 @@ def group_text(scale: Scale, group: RecordedGroup, runs: Runs, times: Mapping[st
     if lacking := [name for name in wanted if name not in runs]:
         parts.append(f"Without a record: {', '.join(lacking)}.")
     return "\n\n".join(parts)
+
+
+def dense_twin(row: str) -> str:
+    """The contender that sees an image in the same patches as this one, with dense attention."""
+    own = CONTENDERS[row]
+    return next(name for name, one in CONTENDERS.items() if not one.is_sparse and one.sees == own.sees)
 
 
 def check_starts(runs: Mapping[str, Runs]) -> None:
@@ -160,6 +174,7 @@ def report_text(scale: Scale, records: Path) -> str:
                 f"images, test accuracy {100 * record['metrics']['test_accuracy']:.1f} %."
             )
     parts += [group_text(scale, group, runs[group.folder], times.get(group.folder, {})) for group in groups]
+    parts += ["## Differences", f"{RULE} {DETECTABLE}"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -183,15 +198,49 @@ def draw(scale: Scale, records: Path) -> Path:
             axis.axhline(100 * first["chance"], color="0.6", linewidth=0.8, linestyle=":")
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(alpha=0.25)
-    unit = "of one thread's processor time" if scale.device == "cpu" else "on the GPU"
-    axes[-1][0].set_xlabel(f"minutes of training, {unit}")
+    axes[-1][0].set_xlabel(_minutes_label(scale))
     axes[-1][1].set_xlabel("ms of inference an image")
     return pictures.save(figure, records / FIGURE)
 
 
-def _style(row: str, record: Mapping[str, Any], patches: Sequence[int]) -> dict[str, Any]:
+def draw_patches(scale: Scale, records: Path) -> Path | None:
+    """Dense attention and Fibottention for each size of patches, of the largest canvases of the first variant; None if
+    no size has both.
+    """
+    plt, times = pictures.pyplot(), read_times(records)
+    variant = scale.groups[0].variant
+    wanted = {name for pair in BY_PATCHES.items() for name in pair}
+    for group in reversed([group for group in groups_of(scale, records) if group.variant == variant]):
+        runs = {row: found for row, found in read_records(records / group.folder).items() if row in wanted}
+        if not any(dense in runs and sparse in runs for dense, sparse in BY_PATCHES.items()):
+            continue
+        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        colours = {name: f"C{number}" for number, pair in enumerate(BY_PATCHES.items()) for name in pair}
+        _draw_curves(axes[0], runs, colours)
+        _draw_frontier(axes[1], runs, times.get(group.folder, {}), colours)
+        first = next(iter(next(iter(runs.values())).values()))
+        axes[0].set_title(
+            f"{group.side} pixels, {first['minutes']:.0f} minutes from one start", loc="left", fontsize=11
+        )
+        axes[0].set_xlabel(_minutes_label(scale))
+        axes[1].set_xlabel("ms of inference an image")
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.grid(alpha=0.25)
+        return pictures.save(figure, records / PATCHES)
+    return None
+
+
+def _minutes_label(scale: Scale) -> str:
+    return f"minutes of training, {'of one thread' if scale.device == 'cpu' else 'on the GPU'}"
+
+
+def _style(
+    row: str, record: Mapping[str, Any], patches: Sequence[int], colours: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """A colour for each contender, a mark for the size of its patches; open marks and dashes are dense."""
-    sparse, colour = CONTENDERS[row].is_sparse, pictures.pyplot().get_cmap("tab20")(list(CONTENDERS).index(row))
+    sparse, every = CONTENDERS[row].is_sparse, pictures.pyplot().get_cmap("tab20")
+    colour = every(list(CONTENDERS).index(row)) if colours is None else colours[row]
     mark = MARKS[min(patches.index(_seen(row, record)), len(MARKS) - 1)]
     return {
         **{"color": colour, "linestyle": "-" if sparse else "--", "marker": mark, "markersize": 6},
@@ -208,20 +257,20 @@ def _patches(runs: Runs) -> list[int]:
     return sorted({_seen(row, record) for row, by_seed in runs.items() for record in by_seed.values()})
 
 
-def _draw_curves(axis: Any, runs: Runs) -> None:
+def _draw_curves(axis: Any, runs: Runs, colours: Mapping[str, Any] | None = None) -> None:
     """Selection accuracy over time, the mean over seeds; evaluations are at about the same times in every run."""
     for row, by_seed in runs.items():
         histories = [record["history"] for record in by_seed.values()]
         points = list(zip(*histories, strict=False))
         minutes = [fmean(point["minutes"] for point in same_time) for same_time in points]
         accuracy = [100 * fmean(point["validation_accuracy"] for point in same_time) for same_time in points]
-        style = _style(row, next(iter(by_seed.values())), _patches(runs))
+        style = _style(row, next(iter(by_seed.values())), _patches(runs), colours)
         axis.plot(minutes, accuracy, linewidth=1.3, label=row, **style)
     axis.set_ylabel("accuracy on the selection set, %")
     axis.legend(frameon=False, fontsize=7, ncols=2 if len(runs) > 8 else 1)
 
 
-def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
+def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any], colours: Mapping[str, Any] | None = None) -> None:
     """Test accuracy over time of inference; for each size of patches a line joins what nothing faster is above."""
     axis.set_ylabel("test accuracy, %")
     shown = {row: by_seed for row, by_seed in runs.items() if row in times}
@@ -234,7 +283,7 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
         records, ms = list(by_seed.values()), times[row]["ms"]
         accuracy = 100 * fmean(record["metrics"]["test_accuracy"] for record in records)
         groups.setdefault((_seen(row, records[0]), CONTENDERS[row].is_sparse), []).append((ms, accuracy))
-        axis.plot([ms], [accuracy], **{**_style(row, records[0], patches), "linestyle": "none"})
+        axis.plot([ms], [accuracy], **{**_style(row, records[0], patches, colours), "linestyle": "none"})
         axis.annotate(row, (ms, accuracy), (5, 4), textcoords="offset points", fontsize=7)
     for (_, sparse), points in groups.items():
         line = "-" if sparse else "--"
@@ -264,12 +313,12 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def write_report(scale: Scale, records: Path) -> None:
-    """Write table.md and canvases.png, and print the table."""
+    """Write table.md and the pictures, and print the table."""
     text = report_text(scale, records)
     with turn(records / REPORT_LOCK):
         write_text(records / TABLE, text)
-        picture = draw(scale, records)
-    print(f"{text}\ntable: {records / TABLE}, picture: {picture}")
+        drawn = [str(path) for path in (draw(scale, records), draw_patches(scale, records)) if path is not None]
+    print(f"{text}\ntable: {records / TABLE}, pictures: {', '.join(drawn)}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -161,8 +161,8 @@ def verdict(difference: Difference) -> str:
     return "significantly above" if difference.mean > 0 else "significantly below"
 
 
-def difference_table(found: Mapping[str, Difference], first: str) -> str:
-    """The differences as a Markdown table, in percentage points, and the rule below it.
+def difference_table(found: Mapping[str, Difference], first: str, rule: bool = True) -> str:
+    """The differences as a Markdown table, in percentage points, and the rule below it if it is wanted.
 
     A row whose reference is not `first` says so.
     """
@@ -185,4 +185,4 @@ def difference_table(found: Mapping[str, Difference], first: str) -> str:
                 verdict(difference),
             ]
         )
-    return f"{markdown_table(columns, rows)}\n\n{RULE} {DETECTABLE}"
+    return markdown_table(columns, rows) + (f"\n\n{RULE} {DETECTABLE}" if rule else "")

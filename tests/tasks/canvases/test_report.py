@@ -12,7 +12,16 @@ from hf_sparseprior.runs.tables import wilson_interval
 from tasks.canvases import report, times
 from tasks.canvases.contenders import CONTENDERS, SCALES
 from tasks.canvases.loop import do_run
-from tasks.canvases.report import TIMES, draw, frontier, report_text, write_report
+from tasks.canvases.report import (
+    PATCHES,
+    TIMES,
+    dense_twin,
+    draw,
+    draw_patches,
+    frontier,
+    report_text,
+    write_report,
+)
 from tasks.canvases.run import Experiment, runs_of
 from tasks.common.paired import RULE
 from tasks.common.records import add_records, read_records
@@ -66,7 +75,7 @@ def test_groups_come_by_variant_and_side(tmp_path):
     for group in ("256_count", "256_class", "128_class"):
         write(tmp_path, group, half=[0.4])
     headings = re.findall("^## (.*)$", report_text(SCALES["cpu"], tmp_path), re.MULTILINE)
-    assert headings == ["128 pixels, class", "256 pixels, class", "256 pixels, count"]
+    assert headings == ["128 pixels, class", "256 pixels, class", "256 pixels, count", "Differences"]
 
 
 def test_a_dropped_size_is_said(tmp_path):
@@ -115,6 +124,34 @@ def test_every_contender_is_drawn(tmp_path, monkeypatch):
         marks = [line for line in right.lines if list(line.get_xdata()) == [measured[name]["ms"]]]
         assert any(line.get_ydata()[0] == pytest.approx(ends) for line in marks)
     assert {text.get_text() for text in right.texts} == set(CONTENDERS)
+    pictures.pyplot().close(figures[0])
+
+
+def test_sparse_rows_are_compared_with_dense_ones_of_the_same_patches(tmp_path):
+    twins = {row: dense_twin(row) for row in CONTENDERS}
+    assert {row: twin for row, twin in twins.items() if "patch" in row or row in ("half", "quarter")} == {
+        **{row: row for row in ("half", "quarter", "patch-x2", "patch-x4")},
+        **{"patch-x2-fibottention": "patch-x2", "patch-x4-fibottention": "patch-x4"},
+    }
+    assert all(twins[row] == "dense" for row in CONTENDERS if CONTENDERS[row].sees == (1, 1))
+    write(tmp_path, "256_class", **{"patch-x4": [0.5, 0.5, 0.5], "patch-x4-fibottention": [0.54, 0.55, 0.56]})
+    text = report_text(SCALES["cpu"], tmp_path)
+    assert "| patch-x4-fibottention (minus patch-x4) | +4.00, +5.00, +6.00 | +5.00 ± 0.58 |" in text
+    assert "minus patch-x2" not in text and text.count(RULE) == 1
+
+
+def test_each_size_of_patches_has_a_dense_and_a_sparse_curve(tmp_path, monkeypatch):
+    """Of the largest canvases where a size has both."""
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure) or path)
+    write(tmp_path, "256_class", **{"patch-x4": [0.5], "half": [0.4]})
+    assert draw_patches(SCALES["cpu"], tmp_path) is None
+    both = {"dense": [0.3], "fibottention": [0.4], "patch-x2": [0.5]}
+    write(tmp_path, "128_class", **both, windows=[0.3])
+    assert draw_patches(SCALES["cpu"], tmp_path) == tmp_path / PATCHES
+    lines = {line.get_label(): line for line in figures[0].axes[0].lines}
+    assert set(lines) == set(both) and figures[0].axes[0].get_title("left") == "128 pixels, 8 minutes from one start"
+    assert lines["dense"].get_color() == lines["fibottention"].get_color() != lines["patch-x2"].get_color()
     pictures.pyplot().close(figures[0])
 
 
