@@ -15,7 +15,7 @@ from hf_sparseprior.classification.config import check_config, load_config
 from hf_sparseprior.classification.task import CLASSIFICATION
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.data import load_data
-from hf_sparseprior.images.sources import READERS, strata
+from hf_sparseprior.images.sources import READERS, strata, tables
 from hf_sparseprior.runs import hf_run
 from tasks.classification.evaluate import main as evaluate_main
 
@@ -28,7 +28,7 @@ def photos(tmp_path_factory):
     """150 images with bright bars of up to three colours, and tables of them in each form."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
-    tables = {"names": [], "flags": [], "numbers": []}
+    forms = {"names": [], "flags": [], "numbers": []}
     for number, own in enumerate(PLACES):
         pixels = generator.integers(0, 60, (16, 16, 3), np.uint8)
         widths = generator.integers(3, 9, 3)
@@ -36,11 +36,11 @@ def photos(tmp_path_factory):
             pixels[4 * channel + 1 : 4 * channel + 4, : widths[channel], channel] = 250
         Image.fromarray(pixels).save(folder / f"{number}.png")
         image = f"{number}.png"
-        tables["names"].append({"image": image, "labels": "; ".join(COLOURS[i] for i in np.flatnonzero(own))})
-        tables["flags"].append({"image": image, **{name: int(own[i]) for i, name in enumerate(COLOURS)}})
+        forms["names"].append({"image": image, "labels": "; ".join(COLOURS[i] for i in np.flatnonzero(own))})
+        forms["flags"].append({"image": image, **{name: int(own[i]) for i, name in enumerate(COLOURS)}})
         sizes = {f"{name} size": f"{(widths[i] - 5) / 3 if own[i] else -2:.3f}" for i, name in enumerate(COLOURS[:2])}
-        tables["numbers"].append({"image": image, **sizes})
-    for name, rows in tables.items():
+        forms["numbers"].append({"image": image, **sizes})
+    for name, rows in forms.items():
         write(folder / f"{name}.csv", rows)
     return folder
 
@@ -115,18 +115,22 @@ FORMS = {  # columns, types, settings
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("source", ["parquet", "parquet file", "arrow"])
+@pytest.mark.parametrize("source", ["parquet", "parquet file", "arrow", "arrow file", "hub"])
 def test_several_labels_of_tables_are_read(source, form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "colours.txt").write_text("\n".join(COLOURS))
     columns, features, settings = FORMS[form]
     table = table_of(columns, features)
-    if source == "arrow":
+    path = "table"
+    if source == "hub":
+        monkeypatch.setattr(tables, "load_hub", lambda config, streaming: ({"train": table}, "hub table"))
+    elif source.startswith("arrow"):
         table.save_to_disk("table")
+        path = "table/data-00000-of-00001.arrow" if source == "arrow file" else path
     else:
         Path("table").mkdir()
         table.to_parquet("table/train.parquet")
-    path = "table/train.parquet" if source == "parquet file" else "table"
+        path = "table/train.parquet" if source == "parquet file" else path
     data = READERS[source.split()[0]](DataConfig(source.split()[0], path, labels="several", **settings))
     order = [data.classes.index(colour) for colour in COLOURS]
     np.testing.assert_array_equal(data.splits["train"].labels[:, order], PLACES)
