@@ -230,8 +230,8 @@ TASKS = (
     ),
     Mutation(
         "a long clip does not lie in the middle of a short video",
-        "tasks/video/decoding.py::sample_indices",
-        *("arithmetic", "/", "test_decoding.py"),
+        "hf_sparseprior/cli/video_files.py::sample_indices",
+        *("arithmetic", "/", "test_video_files.py"),
     ),
     Mutation(
         "actions come back off centre",

@@ -104,7 +104,7 @@ def train_config(
     """The configuration of a run.
 
     Args:
-        data: folder of class folders, of train, validation and test with class folders, or of tables; or a CSV file.
+        data: folder of class folders, of train, validation and test with class folders, or of tables; or one table.
         model: a preset (from scratch), the folder of a run or of a saved model (ours, of transformers or timm), or
             a name on the hub.
         out: folder of the run.
@@ -180,11 +180,12 @@ def _growing(prior: Any) -> Any:
 
 
 def data_section(data: str) -> dict[str, Any]:
-    """`source` and `path` of what a user named: a CSV file, or a folder by what lies in it.
+    """`source` and `path` of what a user named: a table, or a folder by what lies in it.
 
     Raises:
         OSError: for what is not there. ValueError: for another file, and for tables of several kinds.
     """
+    known = ", ".join(TABLES)
     path = Path(data)
     if path.is_dir():
         found = {TABLES[suffix] for entry in os.scandir(path) if (suffix := Path(entry.name).suffix) in TABLES}
@@ -192,7 +193,7 @@ def data_section(data: str) -> dict[str, Any]:
             raise ValueError(f"{data} holds tables of several kinds, {', '.join(sorted(found))}; name one file")
         return {"source": found.pop() if found else "imagefolder", "path": data}
     if not path.is_file():
-        raise FileNotFoundError(missing_path(data, "give a folder of images or of tables, or a .csv file"))
-    if path.suffix != ".csv":
-        raise ValueError(f"{data} must be a folder of images or of tables ({', '.join(TABLES)}), or a .csv file")
-    return {"source": "csv", "path": data}
+        raise FileNotFoundError(missing_path(data, f"give a folder of images or of tables, or one table ({known})"))
+    if path.suffix not in TABLES:
+        raise ValueError(f"{data} must be a folder of images or of tables, or one table ({known})")
+    return {"source": TABLES[path.suffix], "path": data}

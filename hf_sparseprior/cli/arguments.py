@@ -206,7 +206,8 @@ def parse_grid(text: str) -> tuple[int, ...]:
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Arguments of `train`."""
     add_import(parser)
-    text = "a folder for each class, also below train, validation and test; a .csv file; a folder of .parquet files"
+    tables = "a .csv, .parquet or .arrow file, or a folder of these"
+    text = f"a folder for each class, also below train, validation and test; or {tables}"
     parser.add_argument("data", help=text)
     text = f"a preset of `{PROGRAM} list families` (from scratch), folder of a run or a model, or a name on the hub"
     parser.add_argument("--model", required=True, help=text)
@@ -215,7 +216,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prior", type=written_prior, help=text)
     text = "what is trained: everything, the classifier, LoRA, DoRA, or the prior's decay (default %(default)s)"
     parser.add_argument("--tuning", choices=TUNING, default=TUNING[0], help=text)
-    text = "of an image: a class, several, or numbers; the last two of a .csv file (default %(default)s)"
+    text = "of an image: a class, several, or numbers; the last two of tables (default %(default)s)"
     parser.add_argument("--labels", choices=LABELS, default=LABELS[0], help=text)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=float, help="of training (default 20)")

@@ -70,15 +70,16 @@ class DataConfig:
 
     source: one of `SOURCES`; "folder" is imagefolder.
     path: folder, file or (hub) name of the data set. digits needs none. Without it fashion_mnist takes Debian's
-    package. config_name, revision: for a hub data set, its configuration, and a branch, tag or commit.
+        package. A single CSV, parquet or arrow file is cut into splits.
+    config_name, revision: for a hub data set, its configuration, and a branch, tag or commit.
     splits: {train: NAME, validation: NAME, test: NAME}, the source's own names (folders, beginnings of files), if they
         are not the usual ones or not all are wanted; null: the usual ones.
     image_column, label_column: for tables and CSV files; null: the only column that can be meant. For cifar100
         label_column is fine (null) or coarse.
-    labels: "classes": an image is of one class. Of CSV files also "several": of several classes or none, written as
-        names with ; or | between them in one column, or as 0 and 1 in a column for each class; and "numbers": a column
-        for each number that the model learns. label_columns: the columns of these; null: `label_column`, or one with a
-        usual name, or else all columns but those of images and splits.
+    labels: "classes": an image is of one class. Of CSV files and tables also "several": of several classes or none, as
+        a list of names (in CSV files names with ; or | between them) in one column, or as 0 and 1 in a column for each
+        class; and "numbers": a column for each number that the model learns. label_columns: the columns of these; null:
+        `label_column`, or one with a usual name, or else all columns but those of images and splits.
     classes: file of class names, one a line, in the order of the labels, for tables that do not say them.
     task: for vtab, one of its 19 tasks.
     stage: "final": train on the training and the validation images and test on the test images. The validation images
@@ -181,8 +182,10 @@ class DataConfig:
             raise ValueError(f"data.source={self.source!r} must be one of {', '.join(SOURCES)}")
         if self.source not in ("digits", "fashion_mnist") and not self.path:
             raise ValueError(f"data.source={self.source!r} needs data.path")
-        if self.labels != CLASSES and self.source != "csv":
-            raise ValueError(f"data.labels={self.labels!r} is for data.source csv, not {self.source}")
+        if self.labels != CLASSES and self.source not in (lists := ("csv", *TABLES)):
+            raise ValueError(f"data.labels={self.labels!r} is for data.source {', '.join(lists)}, not {self.source}")
+        if self.labels != CLASSES and self.streaming:
+            raise ValueError(f"data.labels={self.labels!r} cannot be used with a stream; set data.streaming=false")
         if self.labels == NUMBERS and self.classes is not None:
             raise ValueError(f"data.classes={self.classes!r} is not for data.labels=numbers, which have no classes")
         if (columns := self.label_columns) is not None:

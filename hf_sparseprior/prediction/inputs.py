@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
 from hf_sparseprior.cli.image_files import NO_IMAGE, PassedOver, as_text, decode_image, images_below, is_image
 from hf_sparseprior.cli.labelled_images import decoding
+from hf_sparseprior.cli.video_files import count_frames, iterate_frames, read_frames, sample_indices, segment_indices
 
 TABLES = (".csv", ".tsv", ".parquet")
 LISTS = (".txt", ".lst")
@@ -94,7 +97,8 @@ def _inputs_of(place: str, column: str | None, every: int, clips: bool, passed_o
     elif clips:
         yield Input(as_text(place), place)
     elif kind in VIDEOS:
-        yield from (Input(f"{as_text(place)}#{frame}", place, frame) for frame in range(0, _frames(place), every))
+        frames = range(0, count_frames(place, whole=False), every)
+        yield from (Input(f"{as_text(place)}#{frame}", place, frame) for frame in frames)
     elif is_image(place):
         yield Input(as_text(place), place)
     else:
@@ -151,51 +155,13 @@ def _parquet(file: Path) -> tuple[list[str], Any]:
         raise ValueError(f"{file}: {str(error).splitlines()[0]}") from None
 
 
-# ---- videos ---------------------------------------------------------------------------------------------------------
-
-
-def _frames(place: str) -> int:
-    """How many frames a video has; counted, because its header may be wrong."""
-    count = 0
-    for _ in _decoded(place):
-        count += 1
-    return count
-
-
-def _decoded(place: str) -> Iterator[Any]:
-    import av
-
-    try:
-        with av.open(place) as container:
-            yield from container.decode(video=0)
-    except (av.FFmpegError, IndexError) as error:
-        raise OSError(f"{place} is not a readable video ({error})") from None
-
-
-def _as_image(frame: Any) -> Any:
-    """A frame as Pillow's image, turned as its file says; both count degrees counterclockwise."""
-    image, degrees = frame.to_image(), getattr(frame, "rotation", 0)
-    return image.rotate(degrees, expand=True) if degrees else image
-
-
-def clip_frames(total: int, num_frames: int, every: int | None) -> list[int]:
-    """Which frames of a video of `total` are a clip of `num_frames`.
-
-    With `every` that many apart, around the middle of the video, whose first and last frame stand for those outside;
-    otherwise the middle ones of as many equal parts of the video (Wang et al. 2016, Section 3.1).
-    """
-    if every is None:
-        return [min(int((number + 0.5) * total / num_frames), total - 1) for number in range(num_frames)]
-    start = (total - 1 - (num_frames - 1) * every) / 2
-    return [min(max(int(start + number * every + 0.5), 0), total - 1) for number in range(num_frames)]
-
-
 class Reader:
     """Reads inputs as 8-bit RGB (PIL), videos as lists of frames. Frames of one video are to be asked for in order.
 
     Args:
         processor: of the model, whose settings `exif` and `depth16` say how files are decoded.
-        num_frames: of a clip, for models of clips; every: see `clip_frames`.
+        num_frames: of a clip, for models of clips. every: how many frames they are apart, around the middle of the
+            video; None: the middle ones of as many equal parts of the video.
     """
 
     def __init__(self, processor: Any = None, num_frames: int | None = None, every: int | None = None) -> None:
@@ -214,7 +180,7 @@ class Reader:
         if wanted.frame is None:
             return decode_image(wanted.file, wanted.name, **self.settings)
         if self._video is None or self._video[0] != wanted.file or self._video[2] > wanted.frame:
-            self._video = (wanted.file, _decoded(wanted.file), 0)
+            self._video = (wanted.file, iterate_frames(wanted.file), 0)
         place, frames, at = self._video
         for frame in frames:
             at += 1
@@ -226,13 +192,16 @@ class Reader:
     def _clip(self, place: str, num_frames: int) -> list[Any]:
         if not os.path.isfile(place):
             raise OSError(missing_path(place, "a list or a table names it"))
-        if not (total := _frames(place)):
-            raise OSError(f"{place} holds no frames")
-        numbers = clip_frames(total, num_frames, self.every)
-        found = {}
-        for number, frame in enumerate(_decoded(place)):
-            if number in numbers:
-                found[number] = _as_image(frame)
-            if number >= numbers[-1]:
-                break
-        return [found[number] for number in numbers]
+        total = count_frames(place)
+        # As tests of video models choose theirs in `tasks.video`.
+        if self.every is None:
+            numbers = segment_indices(total, num_frames)
+        else:
+            numbers = sample_indices(total, num_frames, self.every)
+        return [_as_image(frame) for frame in read_frames(place, numbers)]
+
+
+def _as_image(frame: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(np.ascontiguousarray(frame))

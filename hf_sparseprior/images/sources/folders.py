@@ -33,6 +33,7 @@ from hf_sparseprior.images.sources.images import (
     file_images,
     is_split,
     is_whole_number,
+    label_columns,
     number_labels,
     pick_splits,
     read_classes,
@@ -231,7 +232,10 @@ def _read_table(table: Path, config: DataConfig) -> _Rows:
             columns = list(rows.fieldnames or [])
             image = _column(columns, config.image_column, "image_column", IMAGE_COLUMNS, table)
             split = next((name for name in columns if name.strip().lower() == SPLIT_COLUMN), None)
-            chosen = _label_columns(columns, config, {image, split}, table)
+            if config.labels == CLASSES:
+                chosen = [_column(columns, config.label_column, "label_column", LABEL_COLUMNS, table)]
+            else:
+                chosen = label_columns(columns, config, {image, split}, LABEL_COLUMNS, str(table))
             for row in rows:
                 path, value = (row[image] or "").strip(), tuple((row[name] or "").strip() for name in chosen)
                 splits += [(row[split] or "").strip()] if split is not None else []
@@ -251,19 +255,6 @@ def _read_table(table: Path, config: DataConfig) -> _Rows:
     if not files:
         raise ValueError(f"{table} has no rows")
     return _Rows(files, labels, places, splits if split is not None else None, chosen)
-
-
-def _label_columns(columns: Sequence[str], config: DataConfig, others: set[str | None], table: Path) -> list[str]:
-    """The columns of labels; `others` have something else."""
-    if config.label_columns is not None:
-        return [_column(columns, name, "label_columns", LABEL_COLUMNS, table) for name in config.label_columns]
-    named = config.label_column
-    usual = [name for name in columns if name.strip().lower() in LABEL_COLUMNS]
-    if config.labels == CLASSES or named is not None or len(usual) == 1:
-        return [_column(columns, named, "label_column", LABEL_COLUMNS, table)]
-    if left := [name for name in columns if name not in others]:
-        return left
-    raise ValueError(f"{table}: no column of labels, only {columns}")
 
 
 def _named(path: str) -> str:

@@ -165,11 +165,15 @@ def _read_array(pixels: np.ndarray, index: int) -> Any:
 # ---- folders, splits, classes ---------------------------------------------------------------------------------------
 
 
-def data_folder(config: DataConfig) -> Path:
-    """`data.path`, which must be a folder."""
+def data_folder(config: DataConfig, or_file: bool = False) -> Path:
+    """`data.path`, which must be a folder, or with `or_file` may be a file.
+
+    Raises:
+        OSError: for another path.
+    """
     root = Path(config.path or "")
-    if not root.is_dir():
-        raise OSError(f"data.path={config.path} is not a folder")
+    if not root.is_dir() and not (or_file and root.is_file()):
+        raise OSError(f"data.path={config.path} is {'neither a folder nor a file' if or_file else 'not a folder'}")
     return root
 
 
@@ -229,8 +233,13 @@ def split_files(
 ) -> dict[str, list[str]]:
     """The files of each split in a folder: NAME.ending, NAME-00000-of-00005.ending, NAME_1.ending, ...
 
-    `passed_over` counts those of no split.
+    In place of a folder one file, for training. `passed_over` counts those of no split.
     """
+    if root.is_file():
+        if root.suffix != ending or config.splits:
+            given = f", so data.splits={config.splits} says nothing" if config.splits else ""
+            raise ValueError(f"data.path={root} must be a folder, or one {ending} file{given}")
+        return {"train": [str(root)]}
     files = sorted(root.glob(f"*{ending}"))
     named: dict[str, list[str]] = {}
     for name in config.splits.values() if config.splits else sum(SPLIT_NAMES.values(), ()):
@@ -275,8 +284,9 @@ MISSING = ("", "nan", "<na>")  # what pandas writes in place of a missing value
 def label_problem(value: Any) -> str | None:
     """What is wrong with a stored label that no list of classes names, or None for a name or number of a class."""
     if not isinstance(value, (str, int, float, np.generic, type(None))):
-        kind = "several" if isinstance(value, (list, tuple, dict)) else type(value).__name__
-        return f"label {shown(value)} must be one name or number, not {kind}"
+        if isinstance(value, (list, tuple, dict)):
+            return f"label {shown(value)} must be one name or number, not several, which data.labels=several is for"
+        return f"label {shown(value)} must be one name or number, not {type(value).__name__}"
     if value is None or value != value or (isinstance(value, str) and value.strip().lower() in MISSING):
         return f"the label is missing, it is {shown(value)}"
     return None
@@ -335,7 +345,7 @@ def encode_labels(
 
 
 def several_labels(
-    values: Mapping[str, Sequence[Sequence[str]]],
+    values: Mapping[str, Sequence[Sequence[Any]]],
     columns: Sequence[str],
     classes: Sequence[str] | None,
     row: Callable[[str, int], str],
@@ -343,8 +353,8 @@ def several_labels(
     """Several labels an image, as a table writes them.
 
     Args:
-        values: each split's rows, their texts in `columns`: of one column names with ; or | between them, of several
-            0 or 1 for the class that a column is named after.
+        values: each split's rows, their values in `columns`: of one column a list of names, or of indices in `classes`,
+            or a text of names with ; or | between them; of several 0 or 1 for the class that a column is named after.
         columns: names.
         classes: class names in order; None: the sorted names of the training images, or the columns.
         row: (split, index) -> what errors call a row.
@@ -353,64 +363,99 @@ def several_labels(
         class names; each split's labels, (count, classes) uint8.
 
     Raises:
-        ValueError: for another text; the message names its row.
+        ValueError: for another value; the message names its row.
     """
     if len(columns) > 1:
         if classes is not None and list(classes) != list(columns):
             raise ValueError(f"data.classes has {short(classes)}, and the columns are {short(columns)}")
         return list(columns), {split: _flags(own, columns, partial(row, split)) for split, own in values.items()}
-    names = {split: [_names(own[0]) for own in rows] for split, rows in values.items()}
-    known = list(classes) if classes is not None else sorted(set().union(*names["train"]))
+    names = {
+        split: [_names(own[0], partial(row, split, index)) for index, own in enumerate(rows)]
+        for split, rows in values.items()
+    }
+    stored = sorted(set().union(*names["train"])) if classes is None else []
+    known = list(classes) if classes is not None else [str(name) for name in stored]
     if len(known) < 2:
         raise ValueError(
             f"{row('train', 0)}: column {columns[0]!r} must hold two or more different labels, not {known}"
         )
     labels = {split: np.zeros((len(own), len(known)), np.uint8) for split, own in names.items()}
-    index_of = {name: index for index, name in enumerate(known)}
+    index_of = class_indices(known) if classes is not None else {name: index for index, name in enumerate(stored)}
     for split, own in names.items():
         for index, found in enumerate(own):
-            if unknown := [name for name in found if name not in index_of]:
-                raise ValueError(
-                    f"{row(split, index)}: label {shown(unknown[0])} is not among the classes {short(known)}"
-                )
-            labels[split][index, [index_of[name] for name in found]] = 1
+            try:
+                labels[split][index, [class_of(name, index_of, known) for name in found]] = 1
+            except ValueError as error:
+                raise ValueError(f"{row(split, index)}: {error}") from None
     return known, labels
 
 
-def _names(text: str) -> list[str]:
-    return [name for part in re.split("[;|]", text) if (name := part.strip())]
+def _names(value: Any, row: Callable[[], str]) -> list[Any]:
+    """The names, or numbers, of the labels that a cell lists."""
+    if isinstance(value, str):
+        return [name for part in re.split("[;|]", value) if (name := part.strip())]
+    if value is None:
+        raise ValueError(f"{row()}: the labels are missing; an image without any has an empty list or text")
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{row()}: labels {shown(value)} must be a list, or a text with ; between names")
+    for name in value:
+        if isinstance(name, bool) or not isinstance(name, (str, int)) or label_problem(name) is not None:
+            raise ValueError(f"{row()}: {shown(name)} in {shown(value)} must be the name or the number of a label")
+    if len(set(value)) < len(value):
+        raise ValueError(f"{row()}: labels {shown(value)} have one twice; a list has those of the image alone")
+    return list(value)
 
 
-def _flags(rows: Sequence[Sequence[str]], columns: Sequence[str], row: Callable[[int], str]) -> np.ndarray:
+def _flags(rows: Sequence[Sequence[Any]], columns: Sequence[str], row: Callable[[int], str]) -> np.ndarray:
     meanings = {"0": 0, "1": 1, "false": 0, "true": 1, "0.0": 0, "1.0": 1}
     labels = np.empty((len(rows), len(columns)), np.uint8)
     for index, own in enumerate(rows):
-        for place, (column, text) in enumerate(zip(columns, own, strict=True)):
-            if (value := meanings.get(text.lower())) is None:
-                raise ValueError(f"{row(index)}: {column}={shown(text)} must be 0 or 1")
+        for place, (column, stored) in enumerate(zip(columns, own, strict=True)):
+            if (value := meanings.get(str(stored).lower())) is None:
+                raise ValueError(f"{row(index)}: {column}={shown(stored)} must be 0 or 1")
             labels[index, place] = value
     return labels
 
 
 def number_labels(
-    values: Mapping[str, Sequence[Sequence[str]]], columns: Sequence[str], row: Callable[[str, int], str]
+    values: Mapping[str, Sequence[Sequence[Any]]], columns: Sequence[str], row: Callable[[str, int], str]
 ) -> dict[str, np.ndarray]:
     """Numbers as a table writes them: each split's, (count, columns) float32; arguments as in `several_labels`.
 
     Raises:
-        ValueError: for a text that is no finite number; the message names its row.
+        ValueError: for a value that is no finite number; the message names its row.
     """
     labels = {split: np.empty((len(own), len(columns)), np.float32) for split, own in values.items()}
     for split, rows in values.items():
         for index, own in enumerate(rows):
-            for place, (column, text) in enumerate(zip(columns, own, strict=True)):
+            for place, (column, stored) in enumerate(zip(columns, own, strict=True)):
                 try:
-                    labels[split][index, place] = float(text)
-                except ValueError:
+                    labels[split][index, place] = float(stored)
+                except (ValueError, TypeError):  # a text; no value, or a list
                     labels[split][index, place] = np.nan
                 if not np.isfinite(labels[split][index, place]):
-                    raise ValueError(f"{row(split, index)}: {column}={shown(text)} must be a finite number")
+                    raise ValueError(f"{row(split, index)}: {column}={shown(stored)} must be a finite number")
     return labels
+
+
+def label_columns(
+    columns: Collection[str], config: DataConfig, others: Collection[str | None], usual: Collection[str], where: str
+) -> list[str]:
+    """The columns of several labels or of numbers, as `DataConfig.labels` says; `others` have something else.
+
+    Raises:
+        ValueError: for a column that is not there, and where none is left.
+    """
+    named = config.label_columns or ([config.label_column] if config.label_column else [])
+    for name in named:
+        if name not in columns:
+            field = "label_columns" if config.label_columns else "label_column"
+            raise ValueError(f"data.{field}={name!r} is not among the columns {list(columns)} of {where}")
+    likely = [name for name in columns if name.strip().lower() in usual and name not in others]
+    found = named or (likely if len(likely) == 1 else [name for name in columns if name not in others])
+    if not found:
+        raise ValueError(f"{where}: no column of labels, only {list(columns)}")
+    return found
 
 
 def strata(labels: np.ndarray) -> np.ndarray:

@@ -26,11 +26,15 @@ from hf_sparseprior.images.sources.images import (
     decode,
     encode_labels,
     file_stamp,
+    label_columns,
+    number_labels,
     pick_splits,
     read_classes,
+    several_labels,
     split_files,
 )
 from hf_sparseprior.runs.command import short, shown
+from hf_sparseprior.runs.labels import CLASSES, NUMBERS, SEVERAL
 
 IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixels")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
@@ -47,8 +51,8 @@ HUB_TIMEOUT = 5
 
 
 def read_parquet(config: DataConfig) -> ImageData:
-    """A folder of train*.parquet, and validation*.parquet and test*.parquet where there are any."""
-    root = data_folder(config)
+    """A folder of train*.parquet, and validation*.parquet and test*.parquet where there are any; or one file."""
+    root = data_folder(config, or_file=True)
     passed_over = PassedOver()
     files = split_files(root, ".parquet", config, passed_over)
     tables = _load(f"{root}: the parquet files", "parquet", data_files=files)
@@ -57,8 +61,10 @@ def read_parquet(config: DataConfig) -> ImageData:
 
 
 def read_arrow(config: DataConfig) -> ImageData:
-    """A folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or of train*.arrow, validation*.arrow, ..."""
-    root = data_folder(config)
+    """A folder of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or of train*.arrow, validation*.arrow, ...; or
+    one file.
+    """
+    root = data_folder(config, or_file=True)
     passed_over = PassedOver()
     tables = arrow_tables(root, config, passed_over)
     return _tables_data(tables, config, str(root), f"arrow in {root.name}", passed_over)
@@ -81,15 +87,12 @@ def _check_parquet(files: Mapping[str, Sequence[str]], root: Path) -> None:
 
 def check_classes(features: Mapping[str, Any], where: str) -> None:
     """Raise ValueError if a column's classes have other names, or another order, than in the training split."""
-    from datasets import ClassLabel
-
     for split, own in features.items():
         for name, feature in own.items():
-            train = features["train"].get(name)
-            if isinstance(feature, ClassLabel) and isinstance(train, ClassLabel) and feature.names != train.names:
+            here, train = _stored_names(feature), _stored_names(features["train"].get(name))
+            if here is not None and train is not None and here != train:
                 raise ValueError(
-                    f"{where}: the classes of {name!r} are {short(feature.names)} in {split}, but {short(train.names)} "
-                    "in train"
+                    f"{where}: the classes of {name!r} are {short(here)} in {split}, but {short(train)} in train"
                 )
 
 
@@ -137,12 +140,13 @@ def _tables_data(
     from datasets import Image
 
     check_classes({split: table.features for split, table in tables.items()}, where)
-    image, label = find_columns(tables["train"].features, config, where)
-    stored = class_names(tables["train"].features, label, config)
+    features = tables["train"].features
+    image = find_image_column(features, config, where)
+    columns = find_label_columns(features, image, config, where)
     for split, table in tables.items():
-        if missing := {image, label} - set(table.column_names):
+        if missing := {image, *columns} - set(table.column_names):
             raise ValueError(f"{where}, {split}: no column {missing.pop()!r}, only {table.column_names}")
-    classes, labels = encode_labels({split: list(table[label]) for split, table in tables.items()}, stored, where)
+    classes, labels = _labels_of(tables, columns, class_names(features, columns[0], config), config, where)
     splits = {}
     for split, table in tables.items():
         try:
@@ -160,6 +164,23 @@ def _tables_data(
             boxes=partial(_read_value, table, BOX_COLUMN) if BOX_COLUMN in table.column_names else None,
         )
     return ImageData(splits, classes, f"{title} ({counts(splits)})", passed_over or PassedOver())
+
+
+def _labels_of(
+    tables: Mapping[str, Any], columns: Sequence[str], stored: list[str] | None, config: DataConfig, where: str
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Names of the classes or numbers, and each split's labels, as `Images` has them.
+
+    Args:
+        columns: of the labels; stored: names of the classes, where the table or `data.classes` has them.
+    """
+    if config.labels == CLASSES:
+        return encode_labels({split: list(table[columns[0]]) for split, table in tables.items()}, stored, where)
+    row = f"{where}, {{}} row {{}}".format
+    values = {split: list(zip(*(table[name] for name in columns), strict=True)) for split, table in tables.items()}
+    if config.labels == NUMBERS:
+        return list(columns), number_labels(values, columns, row)
+    return several_labels(values, columns, stored, row)
 
 
 def check_places(column: Any, config: DataConfig, where: str) -> None:
@@ -211,7 +232,8 @@ def _real(folder: str) -> Path:
 def _roots(config: DataConfig) -> list[Path]:
     """Folders that rows may name files in: the data's own, or those into which the hub's files are downloaded."""
     if config.source != "hub":
-        return [_real(config.path or "")]
+        path = config.path or ""
+        return [_real(os.path.dirname(path) if os.path.isfile(path) else path)]
     from datasets import config as caches
     from huggingface_hub import constants
 
@@ -298,16 +320,21 @@ def _png(pixels: np.ndarray) -> bytes:
 
 
 def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, str]:
-    """The columns of images and of labels: those that the configuration names, else the only ones that can be meant.
+    """The columns of images and of one class an image: those that the configuration names, else the only ones that can
+    be meant.
 
     Raises:
         ValueError: if a named column is missing, or if none or several could be meant; the message lists the columns.
     """
-    from datasets import ClassLabel, Image, Value
+    image = find_image_column(features, config, where)
+    return image, find_label_columns(features, image, config, where)[0]
 
-    for name, field in ((config.image_column, "image_column"), (config.label_column, "label_column")):
-        if name is not None and name not in features:
-            raise ValueError(f"data.{field}={name!r} is not among the columns {list(features)} of {where}")
+
+def find_image_column(features: Any, config: DataConfig, where: str) -> str:
+    """The column of images, with errors as in `find_columns`."""
+    from datasets import Image, Value
+
+    _check_column(config.image_column, "image_column", features, where)
     typed = [name for name, feature in features.items() if isinstance(feature, Image)]
     # Files that `datasets` did not write do not mark images. There they are bytes, alone or with a path.
     encoded = [
@@ -316,12 +343,28 @@ def find_columns(features: Any, config: DataConfig, where: str) -> tuple[str, st
         if (isinstance(feature, Value) and "binary" in feature.dtype)
         or (isinstance(feature, dict) and "bytes" in feature)
     ]
-    labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    image = config.image_column or _only_column(
+    return config.image_column or _only_column(
         [typed, encoded], IMAGE_COLUMNS, "image_column", "images", features, where
     )
-    label = config.label_column or _only_column([labels], LABEL_COLUMNS, "label_column", "labels", features, where)
-    return image, label
+
+
+def find_label_columns(features: Any, image: str, config: DataConfig, where: str) -> list[str]:
+    """The columns of labels, as `DataConfig.labels` says, with errors as in `find_columns`."""
+    from datasets import ClassLabel
+
+    if config.labels == CLASSES:
+        _check_column(config.label_column, "label_column", features, where)
+        labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+        return [config.label_column or _only_column([labels], LABEL_COLUMNS, "label_column", "labels", features, where)]
+    lists = [name for name, own in features.items() if not isinstance(own, ClassLabel) and _stored_names(own)]
+    if config.labels == SEVERAL and len(lists) == 1 and config.label_columns is None and config.label_column is None:
+        return lists
+    return label_columns(list(features), config, {image, BOX_COLUMN}, LABEL_COLUMNS, where)
+
+
+def _check_column(name: str | None, field: str, features: Any, where: str) -> None:
+    if name is not None and name not in features:
+        raise ValueError(f"data.{field}={name!r} is not among the columns {list(features)} of {where}")
 
 
 def _only_column(
@@ -339,11 +382,15 @@ def _only_column(
 
 def class_names(features: Any, label: str, config: DataConfig) -> list[str] | None:
     """The class names of `data.classes` or of the label column's type; None if neither has them."""
+    return read_classes(config.classes) if config.classes else _stored_names(features[label])
+
+
+def _stored_names(feature: Any) -> list[str] | None:
+    """The names that a column's type has for its classes, or a list's for what it holds; None without any."""
     from datasets import ClassLabel
 
-    if config.classes:
-        return read_classes(config.classes)
-    return list(features[label].names) if isinstance(features[label], ClassLabel) else None
+    inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", feature)
+    return list(inner.names) if isinstance(inner, ClassLabel) else None
 
 
 # ---- hub ------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
+from sklearn.metrics import average_precision_score
 from transformers import (
     AutoModelForImageClassification,
     BeitConfig,
@@ -29,6 +31,8 @@ from hf_sparseprior.classification import command
 from hf_sparseprior.classification.command import RECIPE, data_section, model_section, train_config
 from hf_sparseprior.classification.tuning import METHODS
 from hf_sparseprior.cli import arguments
+from hf_sparseprior.images.config import DataConfig
+from hf_sparseprior.images.data import load_data
 from hf_sparseprior.images.model import build_model, check_pretrained
 from hf_sparseprior.runs.labels import LABELS
 from tasks.classification.evaluate import main as evaluate_main
@@ -85,6 +89,30 @@ def test_from_photographs_and_a_stock_model_to_ours(photos, deit, tmp_path, caps
     again = tmp_path / "again"
     assert run(photos, out, again, "--epochs", "1") == 0  # of a finished run
     assert json.loads((again / "run_config.json").read_text())["model"]["pretrained"] == str(out / "model")
+
+
+@pytest.mark.slow
+def test_a_table_of_several_labels(tmp_path):
+    """What `predict` finds in the test images gives the results' number."""
+    digits = load_digits()
+    labels = [[name for name, own in (("even", n % 2 == 0), ("large", n > 4)) if own] for n in digits.target[:120]]
+    images = [Image.fromarray((16 * own).clip(0, 255).astype(np.uint8)) for own in digits.images[:120]]
+    types = datasets.Features({"image": datasets.Image(), "labels": datasets.List(datasets.Value("string"))})
+    table = datasets.Dataset.from_dict({"image": images, "labels": labels}, types)
+    table.to_parquet(tmp_path / "digits.parquet")
+    small = [f"model.{name}={value}" for name, value in {**SMALL, "intermediate_size": 48}.items()]
+    options = ["--labels", "several", "--epochs", "1", "--prior", "violin", "--set", *small]
+    assert run(tmp_path / "digits.parquet", "vit_tiny", tmp_path / "run", *options) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    test = load_data(DataConfig(**results["config"]["data"])).splits["test"]
+    for index in range(len(test)):
+        test.read(index).save(tmp_path / f"{index:02}.png")
+    files = [tmp_path / f"{index:02}.png" for index in range(len(test))]
+    sp.predict(tmp_path / "run", files, tmp_path / "found.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    found = np.array([[row["probabilities"][row["labels"].index(name)] for name in ("even", "large")] for row in rows])
+    expected = average_precision_score(test.labels, found)
+    assert len(rows) == 24 and results["metrics"]["test_mean_average_precision"] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -237,7 +265,9 @@ def test_data_is_known_by_its_form(tmp_path):
     with pytest.raises(ValueError, match="tables of several kinds, csv, parquet; name one file"):
         data_section(str(tmp_path))
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(ValueError, match=r"photo.jpg must be a folder of images or of tables \(.csv, .parquet, .arr"):
+    wanted = {"source": "parquet", "path": str(tmp_path / "other.parquet")}
+    assert data_section(str(tmp_path / "other.parquet")) == wanted
+    with pytest.raises(ValueError, match=r"photo.jpg must be a folder of images or of tables, or one table \(.csv, .p"):
         data_section(str(tmp_path / "photo.jpg"))
     with pytest.raises(OSError, match="nowhere does not exist"):
         data_section(str(tmp_path / "nowhere"))

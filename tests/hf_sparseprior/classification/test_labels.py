@@ -1,8 +1,10 @@
-"""Several labels an image and numbers: from a CSV file to a report, as `data.labels` says."""
+"""Several labels an image and numbers: from a table to a report, as `data.labels` says."""
 
 import csv
 import json
+from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -13,7 +15,7 @@ from hf_sparseprior.classification.config import check_config, load_config
 from hf_sparseprior.classification.task import CLASSIFICATION
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.data import load_data
-from hf_sparseprior.images.sources import READERS, strata
+from hf_sparseprior.images.sources import READERS, strata, tables
 from hf_sparseprior.runs import hf_run
 from tasks.classification.evaluate import main as evaluate_main
 
@@ -26,7 +28,7 @@ def photos(tmp_path_factory):
     """150 images with bright bars of up to three colours, and tables of them in each form."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
-    tables = {"names": [], "flags": [], "numbers": []}
+    forms = {"names": [], "flags": [], "numbers": []}
     for number, own in enumerate(PLACES):
         pixels = generator.integers(0, 60, (16, 16, 3), np.uint8)
         widths = generator.integers(3, 9, 3)
@@ -34,11 +36,11 @@ def photos(tmp_path_factory):
             pixels[4 * channel + 1 : 4 * channel + 4, : widths[channel], channel] = 250
         Image.fromarray(pixels).save(folder / f"{number}.png")
         image = f"{number}.png"
-        tables["names"].append({"image": image, "labels": "; ".join(COLOURS[i] for i in np.flatnonzero(own))})
-        tables["flags"].append({"image": image, **{name: int(own[i]) for i, name in enumerate(COLOURS)}})
+        forms["names"].append({"image": image, "labels": "; ".join(COLOURS[i] for i in np.flatnonzero(own))})
+        forms["flags"].append({"image": image, **{name: int(own[i]) for i, name in enumerate(COLOURS)}})
         sizes = {f"{name} size": f"{(widths[i] - 5) / 3 if own[i] else -2:.3f}" for i, name in enumerate(COLOURS[:2])}
-        tables["numbers"].append({"image": image, **sizes})
-    for name, rows in tables.items():
+        forms["numbers"].append({"image": image, **sizes})
+    for name, rows in forms.items():
         write(folder / f"{name}.csv", rows)
     return folder
 
@@ -48,6 +50,16 @@ def write(path, rows):
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
         table.writerows(rows)
+
+
+def table_of(columns, features=None):
+    """A table of `datasets` with a small image in each row."""
+    count = len(next(iter(columns.values())))
+    pixels = np.zeros((count, 4, 4, 3), np.uint8)
+    types = {name: datasets.Dataset.from_dict({name: values}).features[name] for name, values in columns.items()}
+    images = [Image.fromarray(own) for own in pixels]
+    known = datasets.Features({"photo": datasets.Image(), **types, **(features or {})})
+    return datasets.Dataset.from_dict({"photo": images, **columns}, features=known)
 
 
 def config_of(photos, name, labels, out, **sections):
@@ -83,6 +95,111 @@ def test_numbers_are_read_and_columns_may_be_chosen(photos):
     one = READERS["csv"](DataConfig(source="csv", path=path, labels="numbers", label_columns=["green size"]))
     np.testing.assert_array_equal(one.splits["train"].labels, both.splits["train"].labels[:, 1:])
     assert one.classes == ["green size"]
+
+
+NAMES = datasets.ClassLabel(names=list(COLOURS))
+LISTED = [[COLOURS[i] for i in np.flatnonzero(own)] for own in PLACES]
+NUMBERED = [np.flatnonzero(own).tolist() for own in PLACES]
+FORMS = {  # columns, types, settings
+    "lists of names": ({"labels": LISTED, "id": list(range(150))}, None, {}),
+    "texts": ({"labels": ["; ".join(own) for own in LISTED]}, None, {}),
+    "lists of typed names": ({"seen": NUMBERED, "labels": ["?"] * 150}, {"seen": datasets.List(NAMES)}, {}),
+    "lists of numbers": ({"labels": NUMBERED}, None, {"classes": "colours.txt"}),
+    "truths": ({name: PLACES[:, i].tolist() for i, name in enumerate(COLOURS)}, None, {}),
+    "0 and 1": (
+        {**{name: PLACES[:, i].astype(int).tolist() for i, name in enumerate(COLOURS)}, "id": ["?"] * 150},
+        None,
+        {"label_columns": list(COLOURS)},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source", ["parquet", "parquet file", "arrow", "arrow file", "hub"])
+def test_several_labels_of_tables_are_read(source, form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "colours.txt").write_text("\n".join(COLOURS))
+    columns, features, settings = FORMS[form]
+    table = table_of(columns, features)
+    path = "table"
+    if source == "hub":
+        monkeypatch.setattr(tables, "load_hub", lambda config, streaming: ({"train": table}, "hub table"))
+    elif source.startswith("arrow"):
+        table.save_to_disk("table")
+        path = "table/data-00000-of-00001.arrow" if source == "arrow file" else path
+    else:
+        Path("table").mkdir()
+        table.to_parquet("table/train.parquet")
+        path = "table/train.parquet" if source == "parquet file" else path
+    data = READERS[source.split()[0]](DataConfig(source.split()[0], path, labels="several", **settings))
+    order = [data.classes.index(colour) for colour in COLOURS]
+    np.testing.assert_array_equal(data.splits["train"].labels[:, order], PLACES)
+    assert data.splits["train"].labels.dtype == np.uint8 and data.splits["train"].read(149).size == (4, 4)
+
+
+def test_splits_of_tables_have_the_classes_of_the_training_images(tmp_path):
+    table = table_of({"labels": LISTED})
+    table.select(range(100)).to_parquet(tmp_path / "train.parquet")
+    table.select(range(100, 150)).to_parquet(tmp_path / "test.parquet")
+    data = load_data(DataConfig("parquet", str(tmp_path), labels="several", limit_test=7))
+    kept = data.splits["train"].labels.sum(0) + data.splits["validation"].labels.sum(0)
+    assert data.classes == sorted(COLOURS) and len(data.splits["test"]) == 7
+    np.testing.assert_array_equal(kept, PLACES[:100, [2, 1, 0]].sum(0))
+
+
+def test_numbers_of_tables_are_read(tmp_path):
+    sizes = np.random.default_rng(0).normal(size=(20, 2))
+    table = table_of({"red size": sizes[:, 0].tolist(), "age": [7] * 20, "green size": sizes[:, 1].tolist()})
+    table.to_parquet(tmp_path / "sizes.parquet")
+    path = str(tmp_path / "sizes.parquet")
+    data = READERS["parquet"](DataConfig("parquet", path, labels="numbers"))
+    assert data.classes == ["red size", "age", "green size"]
+    expected = np.stack([sizes[:, 0], np.full(20, 7.0), sizes[:, 1]], 1).astype(np.float32)
+    np.testing.assert_array_equal(data.splits["train"].labels, expected)
+    one = READERS["parquet"](DataConfig("parquet", path, labels="numbers", label_column="age"))
+    assert one.classes == ["age"] and one.splits["train"].labels.tolist() == [[7.0]] * 20
+
+
+@pytest.mark.parametrize(
+    ("labels", "columns", "message"),
+    [
+        ("several", {"labels": [["a"], ["b"], None]}, "train row 2: the labels are missing; an image without any has"),
+        ("several", {"labels": [["a"], ["b", ""]]}, "train row 1: '' in .* must be the name or the number of a label"),
+        ("several", {"labels": [[0, 1, 1], [1, 0, 0]]}, "train row 0: labels .* have one twice; a list has those of"),
+        ("several", {"labels": [[True, False]]}, "train row 0: True in .* must be the name or the number of a label"),
+        ("several", {"labels": [[0.5], [1.5]]}, "train row 0: 0.5 in .* must be the name or the number of a label"),
+        ("several", {"labels": [0, 1]}, "train row 0: labels 0 must be a list, or a text with ; between names"),
+        ("several", {"red": [0, 1], "blue": [1, None]}, "train row 1: blue=None must be 0 or 1"),
+        ("several", {"red": [0, 1], "id": [1, 7]}, "train row 1: id=7 must be 0 or 1"),
+        ("numbers", {"age": [1.0, None]}, "train row 1: age=None must be a finite number"),
+        ("numbers", {"age": [1.0, float("inf")]}, "train row 1: age=inf must be a finite number"),
+        ("numbers", {"labels": [[1.0, 2.0]]}, "train row 0: labels=.* must be a finite number"),
+    ],
+)
+def test_bad_rows_of_tables_are_named(labels, columns, message, tmp_path):
+    table_of(columns).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=message):
+        READERS["parquet"](DataConfig("parquet", str(tmp_path), labels=labels))
+
+
+def test_splits_of_other_names_or_columns_are_refused(tmp_path):
+    seen, other = ({"seen": datasets.List(datasets.ClassLabel(names=names))} for names in (["a", "b"], ["b", "a"]))
+    table_of({"seen": [[0], [1]]}, seen).to_parquet(tmp_path / "train.parquet")
+    table_of({"seen": [[0], [1]]}, other).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"the classes of 'seen' are \['b', 'a'\] in test, but \['a', 'b'\] in train"):
+        READERS["parquet"](DataConfig("parquet", str(tmp_path), labels="several"))
+    (tmp_path / "test.parquet").unlink()
+    with pytest.raises(ValueError, match=r"data.label_columns='size' is not among the columns \['photo', 'seen'\]"):
+        READERS["parquet"](DataConfig("parquet", str(tmp_path), labels="numbers", label_columns=["size"]))
+
+
+def test_one_file_is_no_folder_of_splits(tmp_path):
+    table_of({"label": ["a", "b"]}).to_parquet(tmp_path / "photos.parquet")
+    path = str(tmp_path / "photos.parquet")
+    with pytest.raises(ValueError, match=r"must be a folder, or one .parquet file, so data.splits=.* says nothing"):
+        READERS["parquet"](DataConfig("parquet", path, splits={"train": "photos"}))
+    with pytest.raises(ValueError, match=r"must be a folder, or one .arrow file"):
+        READERS["arrow"](DataConfig("arrow", path))
 
 
 def test_cuts_and_limits_take_a_share_of_each(photos):
@@ -132,7 +249,14 @@ def test_a_label_of_no_class_is_named(photos):
     ("sections", "message"),
     [
         ({"data": {"labels": "many"}}, "data.labels='many' must be one of classes, several, numbers"),
-        ({"data": {"labels": "several", "source": "imagefolder"}}, "data.labels='several' is for data.source csv"),
+        (
+            {"data": {"labels": "several", "source": "imagefolder"}},
+            "several' is for data.source csv, parquet, arrow, hub",
+        ),
+        (
+            {"data": {"labels": "several", "source": "parquet", "streaming": True}},
+            "data.labels='several' cannot be used with a stream",
+        ),
         ({"data": {"labels": "numbers", "classes": "c.txt"}}, "data.classes='c.txt' is not for data.labels=numbers"),
         ({"data": {"label_columns": "a"}}, "data.label_columns='a' must be a list of names"),
         ({"data": {"label_columns": ["a"], "labels": "classes"}}, "is for data.labels several or numbers, in place of"),

@@ -1,6 +1,12 @@
 """Videos in models of clips: each a row, what is found that of the model for the frames that the oracle chooses."""
 
 import csv
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +14,11 @@ import torch
 from PIL import Image
 
 import hf_sparseprior as sp
-from hf_sparseprior.prediction import inputs, predictors
+from hf_sparseprior.prediction import predict as module
+from hf_sparseprior.prediction import predictors
 from hf_sparseprior.saving.saved_processor import load_image_processor
 from tests.hf_sparseprior.small import scatter, small
+from tests.processes import Started, wait_until
 
 av = pytest.importorskip("av", reason="PyAV is not installed: pip install '.[video]'")
 
@@ -77,7 +85,6 @@ def test_each_video_is_a_row(every, saved, videos, tmp_path):
     for row in rows:
         frames = written[row["path"]]
         numbers = CHOSEN[every][len(frames)]
-        assert inputs.clip_frames(len(frames), 4, every) == numbers
         shares, labels = expected(saved, frames, numbers)
         assert row["label"] == saved[1].config.id2label[int(labels[0])]
         assert float(row["probability"]) == pytest.approx(float(shares[0]), abs=1e-5)
@@ -101,12 +108,45 @@ def test_what_is_no_video_is_refused(saved, tmp_path):
         predictors.load_predictor(saved[0], features="patches")
 
 
-def test_frames_are_turned_as_their_file_says():
-    class Frame:
-        rotation = 90
+def test_a_clip_that_breaks_off_is_left_out(saved, videos, tmp_path):
+    """Training refuses it, too."""
+    folder, written = videos
+    whole = (folder / "20.mkv").read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    lines = sp.predict(saved[0], [str(tmp_path / "cut.mkv"), *written], tmp_path / "out.csv")
+    assert any(line.startswith("not readable: 1") and "cut.mkv breaks off" in line for line in lines)
+    assert len(list(csv.DictReader((tmp_path / "out.csv").open()))) == len(written)
 
-        def to_image(self):
-            return Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
 
-    turned = np.asarray(inputs._as_image(Frame()))
-    assert np.array_equal(turned, np.rot90(np.arange(24, dtype=np.uint8).reshape(2, 4, 3)))
+def slow_predict(model, videos, out):
+    """A process's command, which takes its time for each clip."""
+    found = module._found
+    module._found = lambda *given: time.sleep(0.2) or found(*given)
+    sp.predict(model, videos, out, batch=1)
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on(saved, videos, tmp_path):
+    folder, written = videos
+    for number in range(4):
+        for path in written:
+            (tmp_path / "videos").mkdir(exist_ok=True)
+            shutil.copy(path, tmp_path / "videos" / f"{number}_{Path(path).name}")
+    out, given = tmp_path / "out.jsonl", (str(saved[0]), str(tmp_path / "videos"))
+    started = Started(slow_predict, *given, str(out), folder=tmp_path, log=tmp_path / "log")
+    log = tmp_path / "out.jsonl.partial" / module.LOG
+    wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 4, started)
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait(60)
+    assert not out.exists()
+    looked = log.read_bytes().count(b"\n") - 1
+    with pytest.raises(ValueError, match=r"out\.jsonl\.partial is of another every; remove it"):
+        sp.predict(*given, out, every=2)
+    lines = sp.predict(*given, out)
+    assert lines[0].startswith(f"looked at 12 videos, {looked} of them before")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["path"] for row in rows] == sorted(str(path) for path in (tmp_path / "videos").iterdir())
+    for row in rows:
+        frames = written[str(folder / row["path"].rpartition("_")[2])]
+        shares, _ = expected(saved, frames, CHOSEN[None][len(frames)])
+        np.testing.assert_allclose(row["probabilities"], shares, atol=1e-5)

@@ -353,7 +353,7 @@ def test_frames_of_a_video(tmp_path):
     levels = [np.asarray(read(own)).mean() for own in inputs.find_inputs([tmp_path / "clip.mp4"], every=3)[0]]
     np.testing.assert_allclose(levels, (0, 90, 180), atol=3)
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    with pytest.raises(OSError, match=r"bad\.mp4 is not a readable video"):
+    with pytest.raises(OSError, match=r"bad\.mp4 cannot be decoded"):
         sp.predict(tmp_path / "model", tmp_path / "bad.mp4", tmp_path / "two.csv")
 
 

@@ -13,8 +13,8 @@ from hf_sparseprior import (
     SparsePriorViTConfig,
     SparsePriorViTModel,
 )
+from hf_sparseprior.cli.video_files import write_video
 from tasks.analysis import attention, decay, diversity, frames
-from tasks.video.decoding import write_video
 from tests.each import each
 
 av = pytest.importorskip("av")

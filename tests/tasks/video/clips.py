@@ -18,7 +18,7 @@ def moving(index, rightward, size=20):
 
 def write_videos(folder: Path) -> Path:
     """folder/SPLIT/{left,right}/*.mkv"""
-    from tasks.video.decoding import write_video  # needs PyAV
+    from hf_sparseprior.cli.video_files import write_video  # needs PyAV
 
     for number, (split, count) in enumerate(SPLITS.items()):
         for index in range(count):

@@ -11,12 +11,12 @@ pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 pytest.importorskip("matplotlib", reason="needs the extra classification")
 
 from hf_sparseprior import SparsePriorTimesformerConfig
+from hf_sparseprior.cli.video_files import segment_indices, write_video
 from hf_sparseprior.images.randaugment import parse_policy, randaugment
 from hf_sparseprior.training import Draw, DrawSampler, Mixing, SoftTargetCollator
 from tasks.video import data, train
 from tasks.video.config import AugmentationConfig, DataConfig, load_config
 from tasks.video.data import Preparation, Videos, load_data, make_dataset, make_test_dataset
-from tasks.video.decoding import segment_indices, write_video
 from tests.each import each
 from tests.tasks.video.clips import write_videos
 

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 pytest.importorskip("tasks.video.motion")
 
+from hf_sparseprior.cli.video_files import read_frames
 from tasks.video import motion, sources
 from tasks.video.config import DataConfig
-from tasks.video.decoding import read_frames
 from tasks.video.motion import (
     CLASSES,
     STRETCHES,

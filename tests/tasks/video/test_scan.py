@@ -11,10 +11,10 @@ import yaml
 pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 pytest.importorskip("matplotlib", reason="needs the extra classification")
 
+from hf_sparseprior.cli.video_files import write_video
 from tasks.video import evaluate, scan, train
 from tasks.video.config import DataConfig
 from tasks.video.data import load_data
-from tasks.video.decoding import write_video
 from tasks.video.scan import drop_corrupt, find_corrupt
 from tests.tasks.video.clips import write_videos
 

@@ -12,10 +12,10 @@ pytest.importorskip("matplotlib", reason="needs the extra classification")
 
 from transformers import AutoModelForVideoClassification
 
+from hf_sparseprior.cli.video_files import read_frames, write_video
 from tasks.video import data, evaluate, train
 from tasks.video.config import DataConfig
 from tasks.video.data import Videos, make_dataset, make_test_dataset
-from tasks.video.decoding import read_frames, write_video
 from tasks.video.task import build_model
 from tests.each import each
 from tests.tasks.video.clips import write_videos

@@ -7,8 +7,15 @@ import pytest
 
 av = pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
-from tasks.video import decoding  # noqa: E402
-from tasks.video.decoding import SEEK_FROM, count_frames, read_frames, sample_indices, write_video  # noqa: E402
+from hf_sparseprior.cli import video_files  # noqa: E402
+from hf_sparseprior.cli.video_files import (  # noqa: E402
+    SEEK_FROM,
+    count_frames,
+    iterate_frames,
+    read_frames,
+    sample_indices,
+    write_video,
+)
 from tests.each import each  # noqa: E402
 
 
@@ -93,6 +100,9 @@ def test_turned_videos_are_upright(degrees, tmp_path):
         frames = read_frames(tmp_path / "clip.mp4", indices, short_side=32)
         assert frames.shape[1:] == (32, 64, 3)
         assert np.abs(frames[0].astype(int) - upright[0]).mean() < 4
+    one_by_one = list(iterate_frames(tmp_path / "clip.mp4"))
+    assert len(one_by_one) == 3 and all(frame.shape == (32, 64, 3) for frame in one_by_one)
+    assert np.abs(one_by_one[2].astype(int) - upright[2]).mean() < 4
 
 
 UNEVEN = np.cumsum([(20, 35, 90, 41, 160)[number % 5] + 7 * (number % 3) for number in range(SEEK_FROM + 60)])
@@ -147,18 +157,18 @@ def test_frames_that_an_edit_list_cuts_away_are_not_counted(tmp_path):
 
 def test_frames_without_times_are_counted(tmp_path, monkeypatch):
     encode(tmp_path / "clip.mkv", numbered(SEEK_FROM + 60), "libx264", UNEVEN.tolist())
-    monkeypatch.setattr(decoding, "_times", lambda path: [])
+    monkeypatch.setattr(video_files, "_times", lambda path: [])
     wanted = [SEEK_FROM + 31, SEEK_FROM + 7]
     assert numbers_of(read_frames(tmp_path / "clip.mkv", wanted)) == wanted
 
 
 def test_a_seek_that_comes_too_late_costs_no_frame(tmp_path, monkeypatch):
     encode(tmp_path / "clip.mkv", numbered(SEEK_FROM + 60), "libx264", UNEVEN.tolist())
-    times = decoding._times(tmp_path / "clip.mkv")
+    times = video_files._times(tmp_path / "clip.mkv")
     # The first wanted frame's time is put after the key frame that follows it.
     wanted = SEEK_FROM + 7
     monkeypatch.setattr(
-        decoding, "_times", lambda path: [*times[:wanted], times[wanted + 12] + 1, *times[wanted + 1 :]]
+        video_files, "_times", lambda path: [*times[:wanted], times[wanted + 12] + 1, *times[wanted + 1 :]]
     )
     assert numbers_of(read_frames(tmp_path / "clip.mkv", [wanted, wanted + 1])) == [wanted, wanted + 1]
 

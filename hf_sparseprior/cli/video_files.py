@@ -61,17 +61,22 @@ def _other_streams(container: Any) -> str:
     return f"only {' and '.join(kinds)}" if kinds else "and nothing else"
 
 
-def count_frames(path: str | os.PathLike) -> int:
+def count_frames(path: str | os.PathLike, whole: bool = True) -> int:
     """Number of frames of a video, without decoding them.
 
     They are counted, because the number in the container may include frames that are cut away or (AVI) be ticks of its
     clock.
 
+    Args:
+        path: the file.
+        whole: whether a file that is broken off is an error.
+
     Raises:
         OSError: for a file that is missing, empty, damaged, broken off, or without video or frames. It is named.
     """
     with _open(path) as (container, stream):
-        count = sum(_shows(packet) for packet in _packets(path, container, stream))
+        packets = _packets(path, container, stream) if whole else container.demux(stream)
+        count = sum(_shows(packet) for packet in packets)
     if not count:
         raise OSError(f"{path} holds no frames")
     return count
@@ -102,6 +107,18 @@ def read_frames(
     if missing := [number for number in numbers if number not in found]:
         raise OSError(f"{path} has no frame {missing[0]}; it ends or breaks off before it")
     return np.stack([found[number] for number in numbers])
+
+
+def iterate_frames(path: str | os.PathLike) -> Iterator[np.ndarray]:
+    """Frames of a video one after the other, each as in `read_frames`, as far as they can be decoded.
+
+    Raises:
+        OSError: as `read_frames`, but not for a video that is broken off.
+    """
+    with _open(path) as (container, stream):
+        scaler = av.video.reformatter.VideoReformatter()
+        for frame in container.decode(stream):
+            yield _pixels(frame, None, scaler, path)
 
 
 def _found(
