@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 
 from hf_sparseprior.cli.arguments import PROGRAM, make_parser
@@ -79,8 +80,19 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    print("\n".join(export(arguments)))
-    return 0
+    return _whole(f"{PROGRAM} export", partial(export, arguments))
+
+
+def _whole(program: str, work: Callable[[], list[str]]) -> int:
+    """A command that writes a folder whole or not at all, also on Ctrl-C and SIGTERM, and then prints lines."""
+    from hf_sparseprior.runs.command import run_command, sigterm_as_interrupt
+
+    lines: list[str] = []
+    with sigterm_as_interrupt():
+        status = run_command(program, lambda: lines.extend(work()))
+    if status == 0:
+        print("\n".join(lines))
+    return status
 
 
 def export(arguments: argparse.Namespace) -> list[str]:
@@ -115,17 +127,8 @@ def _run_package(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from hf_sparseprior.convert import convert_checkpoint
 
-    lines = convert_checkpoint(
-        arguments.source,
-        arguments.out,
-        arguments.prior,
-        arguments.image_size,
-        arguments.heads,
-        arguments.drop_classifier,
-        arguments.to,
-    )
-    print("\n".join(lines))
-    return 0
+    options = (arguments.prior, arguments.image_size, arguments.heads, arguments.drop_classifier, arguments.to)
+    return _whole(f"{PROGRAM} convert", partial(convert_checkpoint, arguments.source, arguments.out, *options))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -6,15 +6,16 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes.util import find_library
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_sparseprior.attention import functional as ops
-from hf_sparseprior.kernels import build, diagonal_cpu, triton_device
+from hf_sparseprior.kernels import build, diagonal_cpu, program_libraries, triton_device
 
 # Further packages than torch and transformers: what needs them, and how to get them.
 OPTIONAL = {
@@ -53,6 +54,12 @@ REQUIRABLE = {
     "export": "pip install '.[export]'",
 }
 
+# What gives the library of operators with which a program runs files of `export --kernels`, by its package.
+PROGRAM_LIBRARIES: dict[str, tuple[str, Callable[[], Path]]] = {
+    "onnxruntime": ("ONNX Runtime", program_libraries.onnx_library),
+    "openvino": ("OpenVINO", program_libraries.openvino_extension),
+}
+
 # Values of MUJOCO_GL and the library of each, in the order in which they are tried. Both render without a screen.
 GL_LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
 NO_GL = ("disable", "disabled", "off", "false", "0")  # values with which mujoco loads no library
@@ -70,7 +77,10 @@ assert renderer.render().max() > 0
 
 
 def report() -> Iterator[str]:
-    """One line for each thing that is checked. Compiles the CPU kernels if need be and possible, again if it failed."""
+    """One line for each thing that is checked.
+
+    Compiles the CPU kernels, and the operators for installed programs, if need be and possible, again if it failed.
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
     yield f"CPU threads: {torch.get_num_threads()}; CUDA device: {gpu}"
@@ -80,6 +90,9 @@ def report() -> Iterator[str]:
     triton = triton_device.device_reason("cuda", None) if torch.cuda.is_available() else "there is no CUDA device"
     yield "ok       Triton kernels" if triton is None else f"missing  Triton kernels: {triton}"
     build.forget_failures()
+    for package, (title, library) in PROGRAM_LIBRARIES.items():
+        if _version(package) is not None:
+            yield _library_line(title, library)
     reason = diagonal_cpu.ready()
     if reason is not None:
         yield f"missing  compiled CPU kernels: {reason}. Attention runs without them, slower."
@@ -113,6 +126,14 @@ def _package_line(name: str) -> str:
     return (
         f"missing  {name} ({purpose}): {install}" if installed is None else f"ok       {name} {installed} ({purpose})"
     )
+
+
+def _library_line(title: str, library: Callable[[], Path]) -> str:
+    """Where a program's operators are, or why there are none."""
+    try:
+        return f"ok       operators for {title} (files of export --kernels): {library()}"
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"missing  {str(error).splitlines()[0]}. Files of export without --kernels need none."
 
 
 def _task_checks(*extras: str) -> Iterator[str]:

@@ -85,7 +85,10 @@ def _without_paths(compiler: Sequence[str], scratch: Path) -> Iterator[None]:
     }
     words = ["-g0", *(f"-ffile-prefix-map={place}={name}" for place, name in places.items())]
     script = scratch / Path(compiler[0]).name
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@" {shlex.join(words)}\n', encoding="utf-8")
+    place = shlex.quote(str(scratch))  # for what a compiler that is killed leaves
+    script.write_text(
+        f'#!/bin/sh\nTMPDIR={place} exec {shlex.join(compiler)} "$@" {shlex.join(words)}\n', encoding="utf-8"
+    )
     script.chmod(0o700)
     with torch._inductor.config.patch({"freezing": True, "cpp.cxx": (None, str(script))}):
         yield

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import os
+import pickle
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,6 +34,7 @@ from hf_sparseprior.kernels.program_libraries import (
 )
 
 INPUT = "pixel_values"
+TENSORS_ALONE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever it is asked for
 # A loaded file: images (B, ...) to the outputs in the order in which they were named.
 Call = Callable[[Tensor], list[np.ndarray]]
 
@@ -70,8 +76,32 @@ def _write_torch(program: torch.export.ExportedProgram, outputs: Sequence[str], 
         torch.export.save(program, folder / FORMATS["torch"].file)
 
 
+@contextlib.contextmanager
+def _without_pickles() -> Iterator[None]:
+    """`torch.export.load` reads tensors alone in the block, and fails where a file has a pickle that could run code.
+
+    It reads example inputs, and weights and constants that say so, with `weights_only=False`, and objects by pickle.
+    """
+    thread, loads, log = threading.get_ident(), pickle.loads, logging.getLogger("torch.export")
+
+    def refused(*data: Any, **options: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise pickle.UnpicklingError("it has a pickle, which can run code")
+        return loads(*data, **options)
+
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of a damaged file before it fails
+    try:
+        with mock.patch.object(pickle, "loads", refused), mock.patch.dict(os.environ, {TENSORS_ALONE: "1"}):
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def _load_torch(file: Path, threads: int) -> Call:
-    module = torch.export.load(file).module()
+    with _without_pickles():
+        program = torch.export.load(file)
+    module = program.module()
 
     def call(images: Tensor) -> list[np.ndarray]:
         with torch.no_grad():

@@ -94,7 +94,7 @@ def _torchs_library(compiler: Sequence[str], output: Path, start: float) -> list
     # link.
     stub = output.with_name("libtorch_cpu.so")
     words = ["-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cpu.so", "-o", str(stub)]
-    _run(Path(compiler[0]).name, [[*compiler, *words]], start)
+    _run(Path(compiler[0]).name, [[*compiler, *words]], start, output.parent)
     return ["-Wl,--no-as-needed", "-L", str(stub.parent), "-ltorch_cpu"]
 
 
@@ -417,7 +417,7 @@ def compile_library(
 
     Args:
         compiler, flags: as of `command`.
-        output: the library; intermediate files lie next to it.
+        output: the library; intermediate files lie next to it, also those of a compiler that is killed.
         start: when the build began, for its limit; default now.
 
     Raises:
@@ -427,22 +427,25 @@ def compile_library(
     start = time.perf_counter() if start is None else start
     objects = [output.with_name(f"{output.stem}-{source.stem}.o") for source in host.sources]
     pairs = zip(host.sources, objects, strict=True)
-    _run(name, [[*words, "-c", str(source), "-o", str(to)] for source, to in pairs], start)
+    _run(name, [[*words, "-c", str(source), "-o", str(to)] for source, to in pairs], start, output.parent)
     links = host.links(compiler, output, start)
-    _run(name, [[*words, "-shared", *map(str, objects), "-o", str(output), *links]], start)
+    _run(name, [[*words, "-shared", *map(str, objects), "-o", str(output), *links]], start, output.parent)
     for path in objects:
         path.unlink()
 
 
-def _run(name: str, commands: list[list[str]], start: float) -> None:
-    """Run compilers side by side, each with all of its own processes in a group that ends with it."""
+def _run(name: str, commands: list[list[str]], start: float, scratch: Path) -> None:
+    """Run compilers side by side, each with all of its own processes in a group that ends with it.
+
+    `scratch` is where they put their intermediate files, which one that is killed leaves.
+    """
     running: list[subprocess.Popen[bytes]] = []
     try:
         for words in commands:
             running.append(
                 subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                    start_new_session=True, env={**os.environ, "LC_ALL": "C"},
+                    start_new_session=True, env={**os.environ, "LC_ALL": "C", "TMPDIR": str(scratch)},
                 )
             )  # fmt: skip
         for process in running:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from hf_sparseprior.cli.command import USER_ERRORS, report_error
 from hf_sparseprior.cli.image_files import PassedOver, printable
@@ -12,6 +14,32 @@ from hf_sparseprior.cli.image_files import PassedOver, printable
 
 class RunStopped(Exception):
     """SIGTERM ended the run, which saved a checkpoint and goes on from there."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it ends a command as Ctrl-C does."""
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in the block, so that scratch files and compilers go before the process does.
+
+    A second SIGTERM ends the process at once. Python has signal handlers in its main thread only; in another nothing is
+    done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    earlier = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def run_command(program: str, work: Callable[[], None], goes_on: str | None = None) -> int:
@@ -35,10 +63,11 @@ def run_command(program: str, work: Callable[[], None], goes_on: str | None = No
     except RunStopped as stopped:
         print(f"{program}: {stopped}", file=sys.stderr)
         return 128 + signal.SIGTERM
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         after = "nothing was written" if goes_on is None else f"the same command goes on {goes_on}"
-        print(f"\n{program}: interrupted; {after}", file=sys.stderr)
-        return 130
+        terminated = isinstance(interrupt, Terminated)
+        print(f"\n{program}: {'ended by SIGTERM' if terminated else 'interrupted'}; {after}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     return 0
 
 

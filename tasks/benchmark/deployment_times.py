@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
 from hf_sparseprior.base.families import preset_family
-from hf_sparseprior.cli.deployment import BACKENDS, NoOperators, narrow_file, trace, write_model
+from hf_sparseprior.cli.deployment import BACKENDS, NoOperators, differences, narrow_file, trace, write_model
 from hf_sparseprior.cli.exportable import Exportable
 from hf_sparseprior.cli.runtimes import FORMATS, WEIGHTS, Call
 from tasks.benchmark import report
@@ -30,7 +29,7 @@ from tasks.benchmark.model_contenders import preset_config
 PYTORCH, DENSE = "PyTorch", "dense"
 LIMITS = {224: 0.7, 512: 0.8, 1024: 0.9}  # of PyTorch's time with kernels, by pixels a side
 FASTER = {"vit_tiny": 4.0, "vit_small": 2.5}  # than dense in its program, at 1024 pixels
-ALLOWED = 1e-5  # difference from PyTorch, of models that choose no keys
+ALLOWED = 1e-5  # largest of `differences` from PyTorch, of models that choose no keys
 
 
 def contenders(formats: Sequence[str], weights: Sequence[str]) -> list[str]:
@@ -120,7 +119,7 @@ class DeploymentTimes(Benchmark):
         except ValueError as error:
             failed[name] = str(error)
             return
-        off = difference(exported, call)
+        off = float(differences(exported, call, (1,)).max())
         if off > ALLOWED and not exported.chooses:
             raise WrongOutput(
                 f"{exported.title} as {FORMATS[name].title} is off by {off:.1e}, allowed are {ALLOWED:.0e}"
@@ -168,14 +167,6 @@ class DeploymentTimes(Benchmark):
                 for model, times in FASTER.items():
                     where = {"model": model, "pixels": 1024, "prior": prior, "contender": name}
                     yield Target(where, f"{name} {DENSE}", times, faster=True)
-
-
-def difference(exported: Exportable, call: Call) -> float:
-    """The largest difference of an image's outputs from the model's."""
-    pixels = exported.images(1, seed=1)
-    with torch.no_grad():
-        expected = [output.numpy() for output in exported(pixels)]
-    return float(max(np.abs(one - other).max() for one, other in zip(call(pixels), expected, strict=True)))
 
 
 def of(key: str) -> Callable[[Row], str]:

@@ -3,11 +3,16 @@
 The oracle is the model itself in float64 with attention written out.
 """
 
+import contextlib
 import copy
 import dataclasses
+import io
 import json
+import os
+import pickle
 import re
 import textwrap
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +21,7 @@ import pytest
 import sklearn.datasets
 import torch
 from PIL import Image
+from torch import nn
 from transformers import AutoImageProcessor
 
 from hf_sparseprior.__main__ import main
@@ -743,3 +749,47 @@ def test_a_block_of_plain_operations_holds_in_its_thread_alone():
             assert plain() is inner and other.submit(plain).result() is None
         assert plain() is outer and other.submit(plain).result() is None
     assert plain() is None
+
+
+class Code:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, place):
+        self.place = str(place)
+
+    def __reduce__(self):
+        return os.mkdir, (self.place,)
+
+
+@pytest.mark.parametrize("part", ["sample_inputs/model.pt", "weights/weight_0", "constants/opaque_obj_0"])
+def test_no_code_of_a_file_for_torch_is_run(part, tmp_path):
+    program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
+    torch.export.save(program, tmp_path / "whole.pt2")
+    tensor = io.BytesIO()
+    torch.save(Code(tmp_path / "ran"), tensor)
+    code = pickle.dumps(Code(tmp_path / "ran")) if "opaque" in part else tensor.getvalue()
+    with zipfile.ZipFile(tmp_path / "whole.pt2") as whole, zipfile.ZipFile(tmp_path / "model.pt2", "w") as changed:
+        names = whole.namelist()
+        for name in names:
+            content = whole.read(name)
+            if name.endswith(f"{part.partition('/')[0]}_config.json"):
+                about = json.loads(content)
+                entry = {
+                    "path_name": part.rpartition("/")[2],
+                    "is_param": True,
+                    "use_pickle": True,
+                    "tensor_meta": None,
+                }
+                about["config"][next(iter(about["config"]), "object")] = entry
+                content = json.dumps(about).encode()
+            if not name.endswith(f"/{part}"):
+                changed.writestr(name, content)
+        root = names[0].partition("/")[0]
+        changed.writestr(f"{root}/data/{part}", code)
+    with pytest.raises(Exception, match=r"Weights only load failed|it has a pickle, which can run code"):
+        runtimes._load_torch(tmp_path / "model.pt2", 1)
+    assert not (tmp_path / "ran").exists()
+    with contextlib.suppress(Exception):
+        torch.export.load(tmp_path / "model.pt2")
+    assert (tmp_path / "ran").exists()  # the file would have run it
+    assert len(runtimes._load_torch(tmp_path / "whole.pt2", 1)(torch.ones(1, 2))[0]) == 2

@@ -3,13 +3,14 @@
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from hf_sparseprior.__main__ import main
 from hf_sparseprior.cli import doctor
-from hf_sparseprior.kernels import build, diagonal_cpu
+from hf_sparseprior.kernels import build, diagonal_cpu, program_libraries
 
 
 def test_with_a_compiler():
@@ -19,6 +20,22 @@ def test_with_a_compiler():
     assert any(line.startswith("ok       compiled CPU kernels") for line in lines)
     assert sum("kernel against the reference" in line for line in lines) == 3
     assert not any(line.startswith("WRONG") for line in lines)
+    assert f"ok       compiled CPU kernels: {program_libraries.torch_library()}" in lines
+
+
+def test_it_names_the_libraries_of_programs_that_are_installed(monkeypatch):
+    if reason := diagonal_cpu.ready():
+        pytest.skip(reason)
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    installed = {"onnxruntime": ("ONNX Runtime", "onnx_library"), "openvino": ("OpenVINO", "openvino_extension")}
+    for package in installed:
+        pytest.importorskip(package, reason="pip install '.[export]'")
+    for package, (title, give) in installed.items():
+        monkeypatch.setattr(doctor, "_version", lambda name, package=package: "1" if name == package else None)
+        lines = [line for line in doctor.report() if "operators for" in line]
+        library = getattr(program_libraries, give)()
+        assert lines == [f"ok       operators for {title} (files of export --kernels): {library}"]
+        assert library.is_file()
 
 
 def test_without_a_compiler_it_says_how_to_get_one(monkeypatch, tmp_path):
@@ -27,6 +44,10 @@ def test_without_a_compiler_it_says_how_to_get_one(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (line,) = (line for line in doctor.report() if "compiled CPU kernels" in line)
     assert line.startswith("missing") and "apt-get install g++" in line
+    if find_spec("onnxruntime") is not None:
+        (line,) = (line for line in doctor.report() if "operators for ONNX Runtime" in line)
+        assert line.startswith("missing  no operators for ONNX Runtime: no C++ compiler")
+        assert line.endswith(". Files of export without --kernels need none.")
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import subprocess
 import zipfile
 
@@ -22,8 +23,9 @@ from hf_sparseprior.cli.runtimes import FORMATS
 from hf_sparseprior.kernels import build, program_libraries
 from tests.each import each
 from tests.hf_sparseprior.cli.test_deployment import FILES, PRIORS, export, images, make, same, written_out
+from tests.hf_sparseprior.kernels.test_build import runs
 from tests.hf_sparseprior.small import SMALL
-from tests.processes import ROOT, run_script
+from tests.processes import ROOT, module, run_script, wait_until
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -229,6 +231,41 @@ def test_without_a_library_there_is_one_line(tmp_path, capsys, monkeypatch):
         "--kernels: no operators for ONNX Runtime: SPARSEPRIOR_KERNELS=0; a file without --kernels needs none" in said
     )
     assert not (tmp_path / "out").exists()
+
+
+COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo endless; exit 0;; esac
+echo half > "$TMPDIR/$$.s"
+sleep 1000 & echo "$$ $!" >> {pids}
+wait
+"""
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_command_that_is_ended_while_kernels_compile_leaves_nothing(number, said, tmp_path):
+    make("sparseprior_vit", prior=BOTH, image_size=16).save_pretrained(tmp_path / "model")
+    for name in ("compiler", "pids", "tmp"):
+        (tmp_path / name).mkdir()
+    compiler, pids, log = tmp_path / "compiler" / "g++", tmp_path / "pids" / "list", tmp_path / "pids" / "log"
+    compiler.write_text(COMPILER.format(pids=pids))
+    compiler.chmod(0o755)
+    for file in (pids, log):
+        file.touch()
+    environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp")}
+    arguments = ("export", "model", "out", "--format", "torch", "--kernels")
+    process = module("hf_sparseprior", *arguments, folder=tmp_path, log=log, environment=environment)
+    try:
+        wait_until(lambda: len(pids.read_text().splitlines()) == len(build.TORCH.sources), process)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+    assert log.read_text().splitlines()[-1].endswith(f" export: {said}; nothing was written")
+    started = [int(pid) for pid in pids.read_text().split()]
+    wait_until(lambda: not any(runs(pid) for pid in started), seconds=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "compiler", "model", "pids", "tmp"]
+    (left,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert left.suffix == ".lock" and not list((tmp_path / "tmp").rglob("*.s"))
 
 
 # ---- frozen operators -----------------------------------------------------------------------------------------------

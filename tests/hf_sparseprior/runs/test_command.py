@@ -2,10 +2,11 @@
 
 import itertools
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_sparseprior.runs.command import RunStopped, run_command, tell_data
+from hf_sparseprior.runs.command import RunStopped, run_command, sigterm_as_interrupt, tell_data
 from tests.each import each
 
 
@@ -36,12 +37,33 @@ def test_the_ends_that_are_no_errors(capsys):
     assert run_command("x", raising(RunStopped("stopped at step 3"))) == 128 + signal.SIGTERM
     assert run_command("x", raising(KeyboardInterrupt()), "where it stopped") == 130
     assert run_command("x", raising(KeyboardInterrupt())) == 130
+    with sigterm_as_interrupt():
+        assert run_command("x", lambda: signal.raise_signal(signal.SIGTERM)) == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a second one ends the process
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert lines == [
         "x: stopped at step 3",
         "x: interrupted; the same command goes on where it stopped",
         "x: interrupted; nothing was written",
+        "x: ended by SIGTERM; nothing was written",
     ]
+
+
+def test_sigterm_does_afterwards_what_it_did_before():
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with sigterm_as_interrupt():
+            assert callable(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        with ThreadPoolExecutor(1) as pool:  # Python has handlers in the main thread alone
+            assert pool.submit(_handler_within).result() is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _handler_within():
+    with sigterm_as_interrupt():
+        return signal.getsignal(signal.SIGTERM)
 
 
 def test_what_a_run_learns_from_is_one_line(capsys):

@@ -191,7 +191,7 @@ def test_presets_are_timed_against_pytorch_and_dense_there(tmp_path, capsys, mon
     monkeypatch.setattr(deployment_times, "write_model", lambda *given, **more: pytest.fail("measured again"))
     assert main(command) == 0
     monkeypatch.undo()
-    monkeypatch.setattr(deployment_times, "difference", lambda exported, call: 1e-4)
+    monkeypatch.setattr(deployment_times, "differences", lambda exported, call, batches: np.array([1e-4]))
     assert main([*command[:-1], str(tmp_path / "wrong")]) == 1
     assert "is off by 1.0e-04, allowed are 1e-05" in capsys.readouterr().err
 
