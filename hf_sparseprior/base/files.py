@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+APPEARED = "{} exists by now: something else was written there in the meantime"
+
 
 def missing_path(path: str | os.PathLike, advice: str) -> str:
     """What to say of a file or folder that does not exist: its whole path, and what to give."""
@@ -90,14 +92,14 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise OSError(f"{out} exists by now: something else was written there in the meantime") from None
+            raise OSError(APPEARED.format(out)) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
 def whole_file(out: str | os.PathLike) -> Iterator[Path]:
-    """The same for a file: a scratch path with the same suffix, to which the block writes.
+    """The same for a file: a scratch path with the same name, to which the block writes.
 
     Raises:
         OSError: if `out` exists.
@@ -105,9 +107,12 @@ def whole_file(out: str | os.PathLike) -> Iterator[Path]:
     out = Path(out)
     check_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".partial.{out.name}")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        scratch = Path(folder) / out.name
         yield scratch
-        os.replace(scratch, out)
-    finally:
-        scratch.unlink(missing_ok=True)
+        try:
+            os.link(scratch, out)  # unlike a renamed file, it replaces nothing
+        except FileExistsError:
+            raise OSError(APPEARED.format(out)) from None
+        except OSError:  # a file system without hard links
+            os.replace(scratch, out)

@@ -48,3 +48,27 @@ def test_a_folder_that_appears_while_another_is_written_is_left_alone(tmp_path):
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "theirs").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "theirs"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_whole_or_not_there_and_two_writers_do_not_mix(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(files.os, "link", lambda *paths: os.open(tmp_path, os.O_WRONLY))  # fails as it would
+    out = tmp_path / "a.csv"
+    with files.whole_file(out) as first:
+        first.write_text("first")
+        with pytest.raises(ZeroDivisionError), files.whole_file(out) as other:
+            other.write_text("other")
+            assert 1 / 0
+        assert not out.exists() and first.suffix == ".csv" and first != other
+    assert out.read_text() == "first" and list(tmp_path.iterdir()) == [out]
+    with pytest.raises(OSError, match="exists already"), files.whole_file(out):
+        pass
+
+
+def test_a_file_that_appears_while_another_is_written_is_left_alone(tmp_path):
+    out = tmp_path / "a.csv"
+    with pytest.raises(OSError, match=r"a\.csv exists by now"), files.whole_file(out) as scratch:
+        scratch.write_text("mine")
+        out.write_text("theirs")
+    assert out.read_text() == "theirs" and list(tmp_path.iterdir()) == [out]
