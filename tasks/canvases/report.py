@@ -30,6 +30,7 @@ from tasks.common.records import read_records
 TIMES = "times.json"
 TABLE, FIGURE, PATCHES = "table.md", "canvases.png", "patches.png"
 MARKS = "os^D"  # of patch sizes, from small to large
+NO_TIMES = "inference is not measured yet"
 SAME_PATCHES = "dense with the same patches"
 BY_PATCHES = {  # of `PATCHES`: dense, and the same with Fibottention
     name: f"{name}-fibottention".removeprefix("dense-") for name in ("dense", "patch-x2", "patch-x4")
@@ -204,43 +205,78 @@ def draw(scale: Scale, records: Path) -> Path:
 
 
 def draw_patches(scale: Scale, records: Path) -> Path | None:
-    """Dense attention and Fibottention for each size of patches, of the largest canvases of the first variant; None if
-    no size has both.
+    """Dense attention and Fibottention for each size of patches, on the largest canvases of the first variant that have
+    both; None without any.
     """
-    plt, times = pictures.pyplot(), read_times(records)
-    variant = scale.groups[0].variant
-    wanted = {name for pair in BY_PATCHES.items() for name in pair}
-    for group in reversed([group for group in groups_of(scale, records) if group.variant == variant]):
-        runs = {row: found for row, found in read_records(records / group.folder).items() if row in wanted}
-        if not any(dense in runs and sparse in runs for dense, sparse in BY_PATCHES.items()):
-            continue
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-        colours = {name: f"C{number}" for number, pair in enumerate(BY_PATCHES.items()) for name in pair}
-        _draw_curves(axes[0], runs, colours)
-        _draw_frontier(axes[1], runs, times.get(group.folder, {}), colours)
-        first = next(iter(next(iter(runs.values())).values()))
-        axes[0].set_title(
-            f"{group.side} pixels, {first['minutes']:.0f} minutes from one start", loc="left", fontsize=11
-        )
-        axes[0].set_xlabel(_minutes_label(scale))
-        axes[1].set_xlabel("ms of inference an image")
-        for axis in axes:
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(alpha=0.25)
-        return pictures.save(figure, records / PATCHES)
+    of_variant = [group for group in groups_of(scale, records) if group.variant == scale.groups[0].variant]
+    for group in reversed(of_variant):
+        runs = read_records(records / group.folder)
+        if any({*pair} <= {*runs} for pair in BY_PATCHES.items()):
+            times = read_times(records).get(group.folder, {})
+            return pictures.save(_patches_figure(scale, group.side, runs, times), records / PATCHES)
     return None
+
+
+def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any]) -> Any:
+    figure, (left, right) = pictures.pyplot().subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for number, pair in enumerate(BY_PATCHES.items()):
+        points: list[tuple[float, float]] = []
+        for row, marker in zip(pair, ("white", f"C{number}"), strict=True):
+            if row not in runs:
+                continue
+            records = list(runs[row].values())
+            kind = "Fibottention" if CONTENDERS[row].is_sparse else "dense"
+            style = {"color": f"C{number}", "markerfacecolor": marker, "marker": "o", "markersize": 6}
+            line = {**style, "linestyle": "-" if CONTENDERS[row].is_sparse else "--", "linewidth": 1.6}
+            left.plot(*_curve(records), label=f"patches of {records[0]['patch']} pixels, {kind}", **line)
+            if row in times:
+                tests = [100 * record["metrics"]["test_accuracy"] for record in records]
+                spread_of = [[fmean(tests) - min(tests)], [max(tests) - fmean(tests)]]
+                points.append((times[row]["ms"], fmean(tests)))
+                right.errorbar([points[-1][0]], [points[-1][1]], spread_of, linestyle="none", capsize=2, **style)
+        if len(points) == 2:
+            arrow = {"arrowstyle": "->", "color": f"C{number}", "shrinkA": 6, "shrinkB": 6}
+            right.annotate("", points[1], points[0], arrowprops=arrow)
+    first = next(iter(next(iter(runs.values())).values()))
+    left.set_title(f"{side} pixels, {first['minutes']:.0f} minutes from one dense start", loc="left", fontsize=11)
+    left.set(xlabel=_minutes_label(scale), ylabel="accuracy on the selection set, %")
+    left.legend(frameon=False, fontsize=8)
+    right.set_title("after it: dense (open) to Fibottention", loc="left", fontsize=11)
+    right.set(xlabel="ms of inference an image", ylabel="test accuracy, %", xscale="log")
+    _plain_numbers(right.xaxis)
+    right.margins(0.12)
+    if not times:
+        right.text(0.5, 0.5, NO_TIMES, ha="center", transform=right.transAxes, color="0.5")
+    for axis in (left, right):
+        axis.axhline(100 * first["chance"], color="0.6", linewidth=0.8, linestyle=":")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure
+
+
+def _curve(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Minutes, and selection accuracy in percent, each the mean over seeds: evaluations are at about the same times."""
+    points = list(zip(*(record["history"] for record in records), strict=False))
+    minutes = [fmean(point["minutes"] for point in same_time) for same_time in points]
+    return minutes, [100 * fmean(point["validation_accuracy"] for point in same_time) for same_time in points]
+
+
+def _plain_numbers(axis: Any) -> None:
+    """1, 2, 5, 10, ... on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _minutes_label(scale: Scale) -> str:
     return f"minutes of training, {'of one thread' if scale.device == 'cpu' else 'on the GPU'}"
 
 
-def _style(
-    row: str, record: Mapping[str, Any], patches: Sequence[int], colours: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def _style(row: str, record: Mapping[str, Any], patches: Sequence[int]) -> dict[str, Any]:
     """A colour for each contender, a mark for the size of its patches; open marks and dashes are dense."""
-    sparse, every = CONTENDERS[row].is_sparse, pictures.pyplot().get_cmap("tab20")
-    colour = every(list(CONTENDERS).index(row)) if colours is None else colours[row]
+    sparse, colour = CONTENDERS[row].is_sparse, pictures.pyplot().get_cmap("tab20")(list(CONTENDERS).index(row))
     mark = MARKS[min(patches.index(_seen(row, record)), len(MARKS) - 1)]
     return {
         **{"color": colour, "linestyle": "-" if sparse else "--", "marker": mark, "markersize": 6},
@@ -257,25 +293,21 @@ def _patches(runs: Runs) -> list[int]:
     return sorted({_seen(row, record) for row, by_seed in runs.items() for record in by_seed.values()})
 
 
-def _draw_curves(axis: Any, runs: Runs, colours: Mapping[str, Any] | None = None) -> None:
-    """Selection accuracy over time, the mean over seeds; evaluations are at about the same times in every run."""
+def _draw_curves(axis: Any, runs: Runs) -> None:
+    """Selection accuracy over time, the mean over seeds."""
     for row, by_seed in runs.items():
-        histories = [record["history"] for record in by_seed.values()]
-        points = list(zip(*histories, strict=False))
-        minutes = [fmean(point["minutes"] for point in same_time) for same_time in points]
-        accuracy = [100 * fmean(point["validation_accuracy"] for point in same_time) for same_time in points]
-        style = _style(row, next(iter(by_seed.values())), _patches(runs), colours)
-        axis.plot(minutes, accuracy, linewidth=1.3, label=row, **style)
+        records = list(by_seed.values())
+        axis.plot(*_curve(records), linewidth=1.3, label=row, **_style(row, records[0], _patches(runs)))
     axis.set_ylabel("accuracy on the selection set, %")
     axis.legend(frameon=False, fontsize=7, ncols=2 if len(runs) > 8 else 1)
 
 
-def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any], colours: Mapping[str, Any] | None = None) -> None:
+def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
     """Test accuracy over time of inference; for each size of patches a line joins what nothing faster is above."""
     axis.set_ylabel("test accuracy, %")
     shown = {row: by_seed for row, by_seed in runs.items() if row in times}
     if not shown:
-        axis.text(0.5, 0.5, "inference is not measured yet", ha="center", transform=axis.transAxes, color="0.5")
+        axis.text(0.5, 0.5, NO_TIMES, ha="center", transform=axis.transAxes, color="0.5")
         return
     patches = _patches(runs)
     groups: dict[tuple[int, bool], list[tuple[float, float]]] = {}
@@ -283,7 +315,7 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any], colours: Map
         records, ms = list(by_seed.values()), times[row]["ms"]
         accuracy = 100 * fmean(record["metrics"]["test_accuracy"] for record in records)
         groups.setdefault((_seen(row, records[0]), CONTENDERS[row].is_sparse), []).append((ms, accuracy))
-        axis.plot([ms], [accuracy], **{**_style(row, records[0], patches, colours), "linestyle": "none"})
+        axis.plot([ms], [accuracy], **{**_style(row, records[0], patches), "linestyle": "none"})
         axis.annotate(row, (ms, accuracy), (5, 4), textcoords="offset points", fontsize=7)
     for (_, sparse), points in groups.items():
         line = "-" if sparse else "--"
@@ -294,11 +326,7 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any], colours: Map
     axis.plot([], [], "o--", color="0.4", markerfacecolor="white", label="dense")
     axis.plot([], [], "o-", color="0.4", label="sparse")
     axis.set_xscale("log")
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    _plain_numbers(axis.xaxis)
     axis.margins(0.15)
     axis.legend(frameon=False, fontsize=7)
 

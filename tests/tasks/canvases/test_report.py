@@ -146,12 +146,20 @@ def test_each_size_of_patches_has_a_dense_and_a_sparse_curve(tmp_path, monkeypat
     monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure) or path)
     write(tmp_path, "256_class", **{"patch-x4": [0.5], "half": [0.4]})
     assert draw_patches(SCALES["cpu"], tmp_path) is None
-    both = {"dense": [0.3], "fibottention": [0.4], "patch-x2": [0.5]}
-    write(tmp_path, "128_class", **both, windows=[0.3])
+    write(tmp_path, "128_class", dense=[0.3, 0.34], fibottention=[0.4], windows=[0.3], **{"patch-x2": [0.5]})
+    write_results(tmp_path / TIMES, {"times": {"128_class": {"dense": {"ms": 9.0}, "fibottention": {"ms": 3.0}}}})
     assert draw_patches(SCALES["cpu"], tmp_path) == tmp_path / PATCHES
-    lines = {line.get_label(): line for line in figures[0].axes[0].lines}
-    assert set(lines) == set(both) and figures[0].axes[0].get_title("left") == "128 pixels, 8 minutes from one start"
-    assert lines["dense"].get_color() == lines["fibottention"].get_color() != lines["patch-x2"].get_color()
+    left, right = figures[0].axes
+    lines = {line.get_label(): line for line in left.lines if not line.get_label().startswith("_")}
+    dense, sparse, large = lines.values()
+    assert list(lines) == [
+        f"patches of {kind}" for kind in ("4 pixels, dense", "4 pixels, Fibottention", "8 pixels, dense")
+    ]
+    assert dense.get_ydata()[-1] == pytest.approx(32) and sparse.get_ydata()[-1] == pytest.approx(40)
+    assert dense.get_color() == sparse.get_color() != large.get_color()
+    assert left.get_title("left") == "128 pixels, 8 minutes from one dense start"
+    (arrow,) = right.texts
+    assert arrow.xyann == (9.0, pytest.approx(32)) and arrow.xy == (3.0, pytest.approx(40))
     pictures.pyplot().close(figures[0])
 
 
