@@ -218,7 +218,7 @@ def draw_patches(scale: Scale, records: Path) -> Path | None:
 
 
 def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any]) -> Any:
-    figure, (left, right) = pictures.pyplot().subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (left, right) = pictures.pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for number, pair in enumerate(BY_PATCHES.items()):
         points: list[tuple[float, float]] = []
         for row, marker in zip(pair, ("white", f"C{number}"), strict=True):
@@ -240,7 +240,7 @@ def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any
     first = next(iter(next(iter(runs.values())).values()))
     left.set_title(f"{side} pixels, {first['minutes']:.0f} minutes from one dense start", loc="left", fontsize=11)
     left.set(xlabel=_minutes_label(scale), ylabel="accuracy on the selection set, %")
-    left.legend(frameon=False, fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=9, ncols=3, loc="outside lower center")
     right.set_title("after it: dense (open) to Fibottention", loc="left", fontsize=11)
     right.set(xlabel="ms of inference an image", ylabel="test accuracy, %", xscale="log")
     _plain_numbers(right.xaxis)
