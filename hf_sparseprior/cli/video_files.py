@@ -12,13 +12,6 @@ from typing import Any
 
 import numpy as np
 
-try:
-    import av
-    import av.video.reformatter
-except ImportError:  # `_open` says it, where it is needed
-    av = None
-
-MISSING = "reading video needs PyAV: pip install 'hf_sparseprior[video]'"
 # From this many frames on seeking is faster than decoding.
 SEEK_FROM = 100
 # FFmpeg's names of the formats that have an index for seeking.
@@ -27,11 +20,20 @@ INDEXED = {"matroska", "mov", "avi"}
 SPARE_FRAMES = 3
 
 
+def _pyav(work: str = "reading") -> Any:
+    """PyAV, which models of images do without."""
+    try:
+        import av
+        import av.video.reformatter
+    except ImportError:
+        raise ImportError(f"{work} video needs PyAV: pip install 'hf_sparseprior[video]'") from None
+    return av
+
+
 @contextmanager
 def _open(path: str | os.PathLike) -> Any:
     """The container and its video stream. Every error of FFmpeg in the block becomes one that names the file."""
-    if av is None:
-        raise ImportError(MISSING)
+    av = _pyav()
     if not Path(path).is_file():
         raise OSError(f"{path} does not exist")
     if not Path(path).stat().st_size:
@@ -51,9 +53,7 @@ def reader_version() -> str:
     Raises:
         ImportError: without PyAV; the message says what installs it.
     """
-    if av is None:
-        raise ImportError(MISSING)
-    return str(av.__version__)
+    return str(_pyav().__version__)
 
 
 def _other_streams(container: Any) -> str:
@@ -116,7 +116,7 @@ def iterate_frames(path: str | os.PathLike) -> Iterator[np.ndarray]:
         OSError: as `read_frames`, but not for a video that is broken off.
     """
     with _open(path) as (container, stream):
-        scaler = av.video.reformatter.VideoReformatter()
+        scaler = _pyav().video.reformatter.VideoReformatter()
         for frame in container.decode(stream):
             yield _pixels(frame, None, scaler, path)
 
@@ -127,7 +127,7 @@ def _found(
     """The wanted frames (None: all) that exist. With `times` they are sought, otherwise counted from the start."""
     found: dict[int, np.ndarray] = {}
     with _open(path) as (container, stream):
-        scaler = av.video.reformatter.VideoReformatter()  # one for all frames; each would otherwise set up its own
+        scaler = _pyav().video.reformatter.VideoReformatter()  # one for all frames; each would otherwise set up its own
         numbered: Iterable[tuple[int, Any]]
         numbered = enumerate(frame for packet in _packets(path, container, stream) for frame in packet.decode())
         if times and wanted:
@@ -189,7 +189,7 @@ def _said_end(container: Any, stream: Any, first: int) -> Fraction | None:
         except (KeyError, ValueError):
             return None
         if container.duration is not None:
-            end = min(end, Fraction(container.duration, av.time_base))
+            end = min(end, Fraction(container.duration, _pyav().time_base))
         return end / stream.time_base
     # Without a number of frames (fragmented mp4) the duration may be a guess from the bit rate.
     if "mov" in kinds and stream.frames and stream.duration:
@@ -243,8 +243,7 @@ def write_video(path: str | os.PathLike, frames: np.ndarray, rate: int = 25) -> 
 
     A frame's bytes do not depend on the other frames.
     """
-    if av is None:
-        raise ImportError("writing video needs PyAV: pip install 'hf_sparseprior[video]'")
+    av = _pyav("writing")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("ffv1", rate=rate)
         stream.height, stream.width = frames.shape[1:3]
