@@ -145,8 +145,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _app(arguments: argparse.Namespace) -> int:
     from hf_sparseprior.analysis import app
+    from hf_sparseprior.runs.command import sigterm_as_interrupt
 
-    app.run(arguments)
+    with sigterm_as_interrupt():  # uploaded images go with it
+        app.run(arguments)
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 import socket
 import subprocess
@@ -41,11 +42,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def served(*models: str) -> Iterator[str]:
-    """The address of the app, in a process of its own."""
+    """The address of the app, in a process of its own, which leaves no uploaded image when it is ended."""
     port = free_port()
     command = [sys.executable, "-m", "hf_sparseprior", "app", *models, "--port", str(port)]
-    with tempfile.NamedTemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    with tempfile.NamedTemporaryFile("w+") as log, tempfile.TemporaryDirectory() as scratch:
+        environment = {**os.environ, "TMPDIR": scratch}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             end = time.monotonic() + SECONDS
             while "Running on local URL" not in Path(log.name).read_text():
@@ -56,6 +58,7 @@ def served(*models: str) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(30)
+        assert not list(Path(scratch).glob("hf_sparseprior_app_*"))
 
 
 class Page:

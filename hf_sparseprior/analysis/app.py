@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ MODELS = ("vit_small dense", "vit_small fibottention")  # if none are given
 MOST_HEADS, MOST_PIXELS, MOST_SIZES, MOST_UPLOADED = 32, 2048, 8, "20mb"
 CSS = "#prior_pictures .thumbnail-item {aspect-ratio: auto} #prior_pictures .grid-wrap {max-height: none}"
 VIEW = ["download", "fullscreen"]
+GRADIO_FOLDER = "GRADIO_TEMP_DIR"
 MOST_LAYERS = MOST_PLACES = 10_000  # the models say what they have
 # transformers changes torch.nn.init while it makes a model, and two threads at once can leave it changed.
 _OPENING = threading.Lock()
@@ -55,8 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve the app until Ctrl-C."""
     if len(arguments.models) > len(MODELS):
         raise ValueError(f"{len(arguments.models)} models are given; at most {len(MODELS)} are shown side by side")
-    with tempfile.TemporaryDirectory(prefix="hf_sparseprior_app_") as folder:
-        os.environ["GRADIO_TEMP_DIR"] = folder  # where gradio copies what it serves, and keeps uploads
+    with tempfile.TemporaryDirectory(prefix="hf_sparseprior_app_") as folder, _gradio_in(folder):
         app, gradio = build(Path(folder), arguments.models), import_gradio()
         theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         app.launch(
@@ -71,6 +72,19 @@ def run(arguments: argparse.Namespace) -> None:
             footer_links=[],
             ssr_mode=False,
         )
+
+
+@contextmanager
+def _gradio_in(folder: str) -> Iterator[None]:
+    """In the block gradio copies what it serves into a folder, and keeps uploads there."""
+    before = os.environ.get(GRADIO_FOLDER)
+    os.environ[GRADIO_FOLDER] = folder
+    try:
+        yield
+    finally:
+        del os.environ[GRADIO_FOLDER]
+        if before is not None:
+            os.environ[GRADIO_FOLDER] = before
 
 
 def build(folder: Path, models: list[str] | None = None) -> Any:

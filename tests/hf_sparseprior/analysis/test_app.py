@@ -1,6 +1,7 @@
 """The app: its command, what its pages make of what is typed, and all of it in a browser."""
 
 import json
+import os
 import socket
 import sys
 
@@ -44,14 +45,18 @@ def test_a_bad_port_is_named(port, capsys):
     assert f"{port!r} must be from 1 to 65535" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_one_line(capsys):
+@pytest.mark.parametrize("before", [None, "elsewhere"])
+def test_a_port_that_is_taken_is_one_line_and_leaves_gradio_as_it_was(before, capsys, monkeypatch):
     pytest.importorskip("gradio")
+    monkeypatch.delenv("GRADIO_TEMP_DIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("GRADIO_TEMP_DIR", before)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["app", "--port", str(port)]) == 2
-    assert str(port) in capsys.readouterr().err
+    assert str(port) in capsys.readouterr().err and os.environ.get("GRADIO_TEMP_DIR") == before
 
 
 @pytest.mark.parametrize("value", [None, 0, 33, 1.5, -2])
