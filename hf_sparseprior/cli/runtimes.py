@@ -89,12 +89,16 @@ def _without_pickles() -> Iterator[None]:
             raise pickle.UnpicklingError("it has a pickle, which can run code")
         return loads(*data, **options)
 
-    level = log.level
+    level, before = log.level, os.environ.get(TENSORS_ALONE)  # this variable alone: other threads may set others
     log.setLevel(logging.ERROR)  # it warns of a damaged file before it fails
     try:
-        with mock.patch.object(pickle, "loads", refused), mock.patch.dict(os.environ, {TENSORS_ALONE: "1"}):
+        with mock.patch.object(pickle, "loads", refused):
+            os.environ[TENSORS_ALONE] = "1"
             yield
     finally:
+        os.environ.pop(TENSORS_ALONE, None)
+        if before is not None:
+            os.environ[TENSORS_ALONE] = before
         log.setLevel(level)
 
 
