@@ -130,6 +130,12 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def no_backend_is_forced(monkeypatch):
+    """Whatever ran before in this process, or is set where the tests are started."""
+    monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def left_by_a_file():
     """The collector need not look at it again: it would take a second each time after some hundred files."""
