@@ -132,7 +132,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def no_backend_is_forced(monkeypatch):
-    """Whatever ran before in this process, or is set where the tests are started."""
+    """A variable that an earlier test or the caller set forces none on the next test."""
     monkeypatch.delenv("SPARSEPRIOR_BACKEND", raising=False)
 
 

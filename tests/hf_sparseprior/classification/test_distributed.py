@@ -271,7 +271,7 @@ def test_two_processes_balance_classes_after_a_kill_like_one(balance, tmp_path):
 
 
 def check_two_after_a_kill_like_one(tmp_path, overrides):
-    """Two processes of which one is killed, and that go on, train as one process did; their results."""
+    """Two processes, one is killed and both go on, train as one process did; their results."""
     found = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
