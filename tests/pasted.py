@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from multiprocessing import forkserver
 from pathlib import Path
 
-from hf_sparseprior.runs.processes import variables_set
+from hf_sparseprior.base.variables import variables_set
 from tests.processes import IMPORTED
 
 ADDED = ("every_other", "columns", "few_tokens", "cross", "sandwich_vit")

@@ -15,7 +15,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 
 from hf_sparseprior.analysis import app_figures
 from hf_sparseprior.base.families import presets
+from hf_sparseprior.base.variables import variables_set
 from hf_sparseprior.cli.command import USER_ERRORS, one_line
 from hf_sparseprior.cli.image_files import decode_image
 from hf_sparseprior.priors.prior import prior_names
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve the app until Ctrl-C."""
     if len(arguments.models) > len(MODELS):
         raise ValueError(f"{len(arguments.models)} models are given; at most {len(MODELS)} are shown side by side")
-    with tempfile.TemporaryDirectory(prefix="hf_sparseprior_app_") as folder, _gradio_in(folder):
+    with tempfile.TemporaryDirectory(prefix="hf_sparseprior_app_") as folder, variables_set({GRADIO_FOLDER: folder}):
         app, gradio = build(Path(folder), arguments.models), import_gradio()
         theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         app.launch(
@@ -72,19 +72,6 @@ def run(arguments: argparse.Namespace) -> None:
             footer_links=[],
             ssr_mode=False,
         )
-
-
-@contextmanager
-def _gradio_in(folder: str) -> Iterator[None]:
-    """In the block gradio copies what it serves into a folder, and keeps uploads there."""
-    before = os.environ.get(GRADIO_FOLDER)
-    os.environ[GRADIO_FOLDER] = folder
-    try:
-        yield
-    finally:
-        del os.environ[GRADIO_FOLDER]
-        if before is not None:
-            os.environ[GRADIO_FOLDER] = before
 
 
 def build(folder: Path, models: list[str] | None = None) -> Any:

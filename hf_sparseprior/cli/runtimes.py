@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import pickle
 import tempfile
 import threading
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_sparseprior.base.variables import variables_set
 from hf_sparseprior.cli import onnx_operators, packages
 from hf_sparseprior.kernels import diagonal_cpu
 from hf_sparseprior.kernels.program_libraries import (
@@ -89,16 +89,12 @@ def _without_pickles() -> Iterator[None]:
             raise pickle.UnpicklingError("it has a pickle, which can run code")
         return loads(*data, **options)
 
-    level, before = log.level, os.environ.get(TENSORS_ALONE)  # this variable alone: other threads may set others
+    level = log.level
     log.setLevel(logging.ERROR)  # it warns of a damaged file before it fails
     try:
-        with mock.patch.object(pickle, "loads", refused):
-            os.environ[TENSORS_ALONE] = "1"
+        with mock.patch.object(pickle, "loads", refused), variables_set({TENSORS_ALONE: "1"}):
             yield
     finally:
-        os.environ.pop(TENSORS_ALONE, None)
-        if before is not None:
-            os.environ[TENSORS_ALONE] = before
         log.setLevel(level)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import distributed
@@ -46,23 +44,6 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     return names[: torch.cuda.device_count()]
-
-
-@contextmanager
-def variables_set(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that starts in this block. Inside that process it is too late: libraries have read
-    them.
-    """
-    earlier = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in earlier.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def check_alone(command: str) -> None:

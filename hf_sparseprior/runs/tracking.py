@@ -110,7 +110,7 @@ class WandB(Tracker):
         super().__init__(folder, config, name)
         with ExitStack() as stack:
             # Its errors are reported to the makers by default.
-            stack.enter_context(variables(WANDB_ERROR_REPORTING="false", WANDB_MODE="offline"))
+            stack.enter_context(variables("WANDB_", WANDB_ERROR_REPORTING="false", WANDB_MODE="offline"))
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             alone = "WANDB_SERVICE" not in os.environ  # nobody else in this process uses it
             import wandb
@@ -160,7 +160,7 @@ class MLflow(Tracker):
     def __init__(self, folder: Path, config: Mapping[str, Any], name: str) -> None:
         super().__init__(folder, config, name)
         # It tells the makers what is used by default.
-        with variables(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_LOGGING_LEVEL="WARNING"):
+        with variables("MLFLOW_", MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_LOGGING_LEVEL="WARNING"):
             from mlflow.entities import Metric, Param
             from mlflow.tracking import MlflowClient
 
@@ -293,18 +293,19 @@ def tracked(trainer: Any, names: Sequence[str], out: Path, config: Mapping[str, 
 
 
 @contextmanager
-def variables(**defaults: str) -> Iterator[None]:
-    """Environment variables for the block, unless the user has set them; afterwards all are what they were."""
-    before = dict(os.environ)
-    os.environ.update({key: value for key, value in defaults.items() if key not in before})
+def variables(prefix: str, **defaults: str) -> Iterator[None]:
+    """Environment variables for the block, unless the user has set them.
+
+    Afterwards all whose names begin with `prefix` are what they were; other threads may have set others.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    os.environ.update({name: value for name, value in defaults.items() if name not in before})
     try:
         yield
     finally:
-        for key in {*os.environ, *before}:
-            if key not in before:
-                del os.environ[key]
-            elif os.environ.get(key) != before[key]:
-                os.environ[key] = before[key]
+        for name in [name for name in os.environ if name.startswith(prefix) and name not in before]:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from hf_sparseprior.attention.choice import BACKENDS, register_backend, unregister_backend
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.families import preset_family
+from hf_sparseprior.base.variables import variables_set
 from hf_sparseprior.convert.checkpoint import convert_checkpoint, target_formats
 from tasks.benchmark import report
 from tasks.benchmark.commands import DENSE, STOCK
@@ -52,18 +52,14 @@ def forced_backend(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    before = os.environ.get("SPARSEPRIOR_BACKEND")
     if name == COPY:
         register_backend(COPY, can_run=lambda request: None, run=_run_copy, priority=-1)
-    os.environ["SPARSEPRIOR_BACKEND"] = name
     try:
-        yield
+        with variables_set({"SPARSEPRIOR_BACKEND": name}):
+            yield
     finally:
         if name == COPY:
             unregister_backend(COPY)
-        os.environ.pop("SPARSEPRIOR_BACKEND")
-        if before is not None:
-            os.environ["SPARSEPRIOR_BACKEND"] = before
 
 
 @dataclass(frozen=True)

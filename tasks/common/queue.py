@@ -28,9 +28,10 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.base.variables import variables_set
 from hf_sparseprior.runs.command import RunStopped, run_command
 from hf_sparseprior.runs.locks import has_begun, holder
-from hf_sparseprior.runs.processes import variables_set, visible_gpus
+from hf_sparseprior.runs.processes import visible_gpus
 from hf_sparseprior.runs.run_folder import LOCK, InUse
 from hf_sparseprior.training import StopRequest
 from hf_sparseprior.training.allocator import keep_freed_memory

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.runs.processes import variables_set
+from hf_sparseprior.base.variables import variables_set
 
 LOOK = 0.1  # seconds between two looks at a process
 SETTLED = 0.7  # seconds in which nothing of a checkpoint changed, after which it is whole

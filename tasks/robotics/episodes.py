@@ -27,9 +27,10 @@ import torch
 
 from hf_sparseprior.base.files import replace_durably, write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
+from hf_sparseprior.base.variables import variables_set
 from hf_sparseprior.cli.command import USER_ERRORS
 from hf_sparseprior.runs.locks import NoLocks, locked
-from hf_sparseprior.runs.processes import variables_set, visible_gpus
+from hf_sparseprior.runs.processes import visible_gpus
 from tasks.robotics.rollout import Episode
 
 CONDITIONS = "conditions.json"

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from hf_sparseprior.base.variables import variables_set
 from hf_sparseprior.images.sources.vtab import task_folder
 from hf_sparseprior.images.vtab_tasks import TASKS
 from hf_sparseprior.runs.command import RunStopped, run_command
 from hf_sparseprior.runs.environment import command_line
 from hf_sparseprior.runs.locks import locked
-from hf_sparseprior.runs.processes import variables_set, visible_gpus
+from hf_sparseprior.runs.processes import visible_gpus
 from hf_sparseprior.runs.results import write_results
 from hf_sparseprior.runs.run_folder import RESULTS, InUse, default_output_dir
 from hf_sparseprior.training.allocator import keep_freed_memory

@@ -186,10 +186,11 @@ def test_a_missing_tracker_is_refused_before_anything_is_written(tmp_path, monke
 def test_the_environment_is_what_it_was(monkeypatch):
     monkeypatch.setenv("TRACKER_MODE", "online")
     before = dict(os.environ)
-    with tracking.variables(TRACKER_MODE="offline", TRACKER_OTHER="1"):
+    with tracking.variables("TRACKER_", TRACKER_MODE="offline", TRACKER_OTHER="1"):
         assert (os.environ["TRACKER_MODE"], os.environ["TRACKER_OTHER"]) == ("online", "1")
         os.environ["TRACKER_SERVICE"] = os.environ.pop("TRACKER_MODE")
-    assert dict(os.environ) == before
+        monkeypatch.setenv("OTHER", "of another thread")
+    assert dict(os.environ) == before | {"OTHER": "of another thread"}
 
 
 def wandb_records(file):
