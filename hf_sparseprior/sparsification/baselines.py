@@ -25,8 +25,8 @@ class Compared:
     """A model in the report.
 
     share: of the dense model's time. model: itself. outputs: (the model, images of the full size) -> its outputs.
-    changes: what makes it from the dense model, in fields of a config. recovers: the name of what this is after
-    recovery.
+    changes: what makes it from the dense model, in fields of a config. recovers, steps: the name of what this is after
+    recovery, and the steps of that.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Compared:
     outputs: Callable[[Any, Tensor], Tensor]
     changes: dict[str, Any] = field(default_factory=dict)
     recovers: str | None = None
+    steps: int | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Outputs of images of the full size."""

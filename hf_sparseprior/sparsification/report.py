@@ -21,7 +21,8 @@ class Row:
     share: of the dense model's time, measured by turns with it. value, low, high: what `Report.measure` names, with its
     95 % interval; None: not measured, and `note` says why. changes: of the config, which make the model from the
     dense one: a prior, or an image size (height, width). difference: (difference, low, high) of accuracy to the dense
-    model, image by image, with its 95 % interval. recovers: the name of the row that this one is after recovery.
+    model, image by image, with its 95 % interval. recovers, steps: the name of the row that this one is after recovery,
+    and the steps of that, of which a faster model makes more in the same minutes.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Row:
     changes: dict[str, Any] = field(default_factory=dict)
     difference: tuple[float, float, float] | None = None
     recovers: str | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,13 @@ class _Job:
         search.say(f"testing {len(tested)} models on {len(self.parts.test)} images")
         values = measured(search.subject, self.images, self.parts.test, {each.name: each for each in tested})
         rows = [
-            Row(each.name, each.share, **vars(values[each.name]), changes=each.changes, recovers=each.recovers)
+            Row(
+                *(each.name, each.share),
+                **vars(values[each.name]),
+                changes=each.changes,
+                recovers=each.recovers,
+                steps=each.steps,
+            )
             for each in tested
         ]
         rows += [Row(name, note=f"left out: {why}") for name, why in absent.items()]
@@ -185,7 +191,7 @@ class _Job:
         path = None if search.plan.path is None else search.plan.path.with_name(state)
         search.say(f"recovery of {before.name}")
         recovery = Recovery(search.subject, learner, self.images, self.parts.recovery, search.settings, path)
-        return replace(learner, model=recovery.run(search.say))
+        return replace(learner, model=recovery.run(search.say), steps=recovery.steps)
 
     def _report(self, points: Sequence[Point], point: Point, budget: float, rows: list[Row]) -> Report:
         search, subject, gain = self.search, self.search.subject, self.search.gain

@@ -3,8 +3,8 @@
 A dense ViT trains on images of 56 pixels (196 patches), goes on with 112 (784) and with 224 (3,136), and `sparsify`
 makes the models of the last two sizes faster. The report has their accuracy before and after recovery by distillation,
 and beside it that of one prior in all layers, of the dense model on smaller images and of token merging at equal time,
-recovered for as long. Images are of 28 or 32 pixels, so larger ones have no more detail. Dense models:
-configs/classification/transfer.yaml; budgets and minutes: `CASES`.
+recovered for as long, and that of the dense models that were trained on smaller images. Images are of 28 or 32 pixels,
+so larger ones have no more detail. Dense models: configs/classification/transfer.yaml; budgets and minutes: `CASES`.
 
 The same command goes on where it was stopped. It leaves a record for each data set in RECORDS; table.md and
 transfer.png there are made of all of them.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from hf_sparseprior.classification.config import load_config
 from hf_sparseprior.classification.task import CLASSIFICATION
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.data import load_data
+from hf_sparseprior.models.pretrained import weights_sha256
+from hf_sparseprior.prediction.predictor import Predictor
+from hf_sparseprior.prediction.predictors import load_predictor
 from hf_sparseprior.runs import hf_run
 from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.config import Config
@@ -38,6 +42,7 @@ from hf_sparseprior.runs.metrics import unpack_correct
 from hf_sparseprior.runs.results import read_results, write_results
 from hf_sparseprior.runs.run_folder import MODEL
 from hf_sparseprior.runs.tables import markdown_table, wilson_interval
+from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.report import JSON, points
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.classification import commands
@@ -45,7 +50,10 @@ from tasks.classification.commands import TRANSFER_DATA
 
 CONFIG = "configs/classification/transfer.yaml"
 TRAINING_IMAGES = 3000  # for calibration and recovery
+SECONDS = 3.0  # of the rounds of a comparison of times
+BATCH = 16
 TABLE, FIGURE = "table.md", "transfer.png"
+ABOVE = {"textcoords": "offset points", "fontsize": 7}
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """Of `sparsify`."""
         recovery = {"minutes": self.minutes, "learning_rate": 1e-4, "recover_all": True}
-        return {"calibration": 32, "test": self.test, "seconds": 3.0, "device": "cpu", **recovery}
+        return {"calibration": 32, "test": self.test, "seconds": SECONDS, "device": "cpu", **recovery}
 
 
 SIZES = (56, 112, 224)
@@ -124,19 +132,9 @@ def do(data: str, out: Path, records: Path, cases: Sequence[Case] = CASES, chang
     configs = dense_configs(data, out / data, sizes, changes)
     dense = {size: hf_run.run(CLASSIFICATION, config) for size, config in configs.items()}
     images, labels = photos(configs[SIZES[0]])
-    reports = []
-    for case in cases:
-        folder = out / data / case.name
-        if not (folder / JSON).is_file():
-            model = out / data / f"dense_{case.size}"
-            sp.sparsify(
-                *(model, images, case.budget),
-                labels=labels,
-                out=folder,
-                settings=case.settings,
-                say=lambda line, name=f"{data}/{case.name}": print(f"{name}: {line}", file=sys.stderr, flush=True),
-            )
-        reports.append(read_results(folder / JSON))
+    reports = [faster(out / data, case, images, labels) for case in cases]
+    models = {size: load_predictor(out / data / f"dense_{size}", device="cpu") for size in sizes}
+    right = {size: count_right(models[size].call, models[size].prepare, images, labels) for size in sizes[:-1]}
     content = {
         "data": configs[SIZES[0]]["data"],
         "dense": [
@@ -150,11 +148,54 @@ def do(data: str, out: Path, records: Path, cases: Sequence[Case] = CASES, chang
             for size, results in dense.items()
         ],
         "reports": reports,
+        "smaller": [
+            [
+                {"size": size, "share": share, "right": right[size], "test_images": len(labels["test"])}
+                for size, share in shares(models, case.size, images["test"][:1]).items()
+            ]
+            for case in cases
+        ],
         "command": f"python -m tasks.classification.transfer {data}",
         **environment(),
     }
     records.mkdir(parents=True, exist_ok=True)
     write_results(file, content)
+
+
+def faster(out: Path, case: Case, images: Mapping[str, list[Any]], labels: Mapping[str, list[int]]) -> dict[str, Any]:
+    """The report of a case, which is made unless there is one.
+
+    Raises:
+        ValueError: for one of another dense model or other settings.
+    """
+    model, folder = out / f"dense_{case.size}", out / case.name
+    of = {"budget": case.budget, "settings": case.settings, "weights": weights_sha256(model / MODEL)}
+    about = out / f"{case.name}.json"
+    if about.is_file() and read_results(about) != of:
+        raise ValueError(f"{folder} is of another dense model or other settings; remove it and {about}")
+    if not (folder / JSON).is_file():
+        write_results(about, of)
+        sp.sparsify(
+            *(model, images, case.budget),
+            labels=labels,
+            out=folder,
+            settings=case.settings,
+            say=lambda line: print(f"{folder}: {line}", file=sys.stderr, flush=True),
+        )
+    return read_results(folder / JSON)
+
+
+def count_right(call: Any, prepare: Any, images: Mapping[str, list[Any]], labels: Mapping[str, list[int]]) -> int:
+    """How many test images a model classifies rightly. call: from pixels (B, C, height, width) to tensors by name."""
+    found = [call(prepare(images["test"][at : at + BATCH]))["logits"] for at in range(0, len(images["test"]), BATCH)]
+    return int((torch.cat(found).argmax(-1) == torch.tensor(labels["test"])).sum())
+
+
+def shares(models: Mapping[int, Predictor], size: int, image: Sequence[Any]) -> dict[int, float]:
+    """Times of the dense models of smaller images, as shares of that of one size, measured by turns."""
+    calls = {str(each): partial(model.call, model.prepare(image)) for each, model in models.items() if each <= size}
+    found = timing.shares_of(timing.seconds_of_rounds(calls, torch.device("cpu"), SECONDS), str(size))
+    return {int(each): share for each, share in found.items()}
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -185,7 +226,7 @@ def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
                 f"Dense at {dense['size']} pixels: {dense['minutes']:.1f} minutes, {dense['steps']} steps, test "
                 f"accuracy {100 * dense['test_accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f})."
             )
-        for report in record["reports"]:
+        for report, smaller in zip(record["reports"], record["smaller"], strict=True):
             size = report["image_size"][0]
             parts.append(f"### {size} pixels, {report['budget']:g} of the time")
             parts.append(
@@ -199,14 +240,26 @@ def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
                     "" if row["share"] is None else f"{row['share']:.3f}",
                     row["note"] if row["value"] is None else percent(row),
                     points(row["difference"]) if row["changes"] else "",
+                    "" if row["steps"] is None else str(row["steps"]),
                 )
                 for row in report["rows"]
             ]
+            rows += [
+                (f"the dense model of {each['size']} pixels", f"{each['share']:.3f}", percent(interval(each)), "", "")
+                for each in smaller
+            ]
             names = ("model", "share of the time", "test accuracy, % (95 % interval)", "points against dense")
+            names = (*names, "steps of recovery")
             parts.append(markdown_table(names, rows))
         hardware = record["hardware"]
         parts.append(f"`{record['command']}`, {hardware['cpu']}, {hardware['cpu_threads']} threads, one seed.")
     return "\n\n".join(parts) + "\n"
+
+
+def interval(counts: Mapping[str, Any]) -> dict[str, float]:
+    """Accuracy of a model with its 95 % interval, of how many test images it has right."""
+    low, high = wilson_interval(counts["right"], counts["test_images"])
+    return {"value": counts["right"] / counts["test_images"], "low": low, "high": high}
 
 
 def percent(row: Mapping[str, Any]) -> str:
@@ -220,13 +273,13 @@ def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     rows, columns = len(found), max(len(record["reports"]) for record in found.values())
     figure, axes = plt.subplots(rows, columns, figsize=(6.5 * columns, 4.2 * rows), squeeze=False, layout="constrained")
     for line, (name, record) in zip(axes, found.items(), strict=True):
-        for axis, report in zip(line, record["reports"], strict=False):
-            _draw_panel(axis, report)
+        for axis, report, smaller in zip(line, record["reports"], record["smaller"], strict=False):
+            _draw_panel(axis, report, smaller)
             axis.set_title(f"{name}, {report['image_size'][0]} pixels", loc="left", fontsize=11)
     return pictures.save(figure, path)
 
 
-def _draw_panel(axis: Any, report: Mapping[str, Any]) -> None:
+def _draw_panel(axis: Any, report: Mapping[str, Any], smaller: Sequence[Mapping[str, Any]]) -> None:
     tested = [row for row in report["rows"] if row["value"] is not None]
     colours = pictures.pyplot().get_cmap("tab10")
     for number, row in enumerate(row for row in tested if row["recovers"] is None):
@@ -238,6 +291,11 @@ def _draw_panel(axis: Any, report: Mapping[str, Any]) -> None:
                 place, style = [x * shift], {"color": colour, "markerfacecolor": face, "linewidth": 0.8}
                 axis.errorbar(place, [100 * each["value"]], errors, fmt="o", **style)
         axis.plot([], [], "o", color=colour, label=row["name"])
+    for each in smaller:
+        axis.plot([each["share"]], [100 * interval(each)["value"]], "x", color=pictures.INK)
+        axis.annotate(f"{each['size']} px", (each["share"], 100 * interval(each)["value"]), (4, 4), **ABOVE)
+    axis.plot([], [], "x", color=pictures.INK, label="dense, trained on smaller images")
+    axis.set_xscale("log")
     axis.set_xlabel("share of the dense model's time")
     axis.set_ylabel("test accuracy, %")
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
 """The experiment of transfer: its steps on tiny models, that nothing is done twice, and its report."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def small(monkeypatch):
     monkeypatch.setattr("hf_sparseprior.images.data.READERS", readers)
 
     def seconds(calls, device, budget):
-        known = {"dense": 1.0, "dense attention": 0.4, "window w=2": 0.1}
+        known = {"dense": 1.0, "112": 1.0, "dense attention": 0.4, "window w=2": 0.1}
         return {name: [known.get(name, 0.65 if name.startswith("choice") else 0.5)] for name in calls}
 
     monkeypatch.setattr(timing, "seconds_of_rounds", seconds)
@@ -71,9 +72,14 @@ def test_all_of_it(small, tmp_path, capsys, monkeypatch):
     names = [row["name"] for row in report["rows"] if row["value"] is not None]
     assert names[:3] == ["dense", "the choice", "after recovery"] and report["images"]["test"] == 10
     assert report["rows"][0]["value"] == record["dense"][1]["test_accuracy"]  # on the same images
+    assert {row["name"]: row["steps"] for row in report["rows"]}["after recovery"] == 1
+    ((smaller,),) = record["smaller"]
+    assert smaller["right"] == 10 * record["dense"][0]["test_accuracy"]
+    assert {**smaller, "right": 0} == {"size": 56, "share": 0.5, "right": 0, "test_images": 10}
     assert main(["--records", str(records)]) == 0
     table = (records / transfer.TABLE).read_text()
     assert "| the choice | 0.650 |" in table and "Dense at 112 pixels: " in table
+    assert "| the dense model of 56 pixels | 0.500 |" in table
     assert (records / transfer.FIGURE).stat().st_size > 10_000
     for name in ("run", "sparsify"):  # a run that is left would call them
         monkeypatch.setattr(transfer.hf_run if name == "run" else transfer.sp, name, None)
@@ -89,6 +95,14 @@ def test_a_record_is_lost_and_made_of_what_is_done(small, tmp_path, monkeypatch)
     monkeypatch.setattr(transfer.sp, "sparsify", None)
     do("fashion_mnist", out, records, CASES, CHANGES)
     assert (records / "fashion_mnist.json").read_text() == before
+
+
+def test_a_report_of_another_dense_model_is_refused(small, tmp_path):
+    do("fashion_mnist", tmp_path / "out", tmp_path / "records", CASES, CHANGES)
+    (tmp_path / "records/fashion_mnist.json").unlink()
+    shutil.rmtree(tmp_path / "out/fashion_mnist/dense_112")
+    with pytest.raises(ValueError, match=r"112_0.7 is of another dense model or other settings; remove it and .*json"):
+        do("fashion_mnist", tmp_path / "out", tmp_path / "records", CASES, [*CHANGES, "trainer.seed=1"])
 
 
 def test_bad_arguments_are_one_line(tmp_path, capsys):
@@ -110,8 +124,15 @@ def test_the_text_says_how_it_was_measured():
         "note": "",
         "changes": {},
         "difference": None,
+        "steps": None,
     }
-    choice = {**row, "name": "the choice", "changes": {"prior": "window"}, "difference": [-0.02, -0.05, 0.01]}
+    choice = {
+        **row,
+        "name": "the choice",
+        "changes": {"prior": "window"},
+        "difference": [-0.02, -0.05, 0.01],
+        "steps": 9,
+    }
     report = {
         **{"image_size": [112, 112], "budget": 0.5, "measured": 0.49, "dense_seconds": 0.02, "minutes": 3.0},
         "layers": ["dense", "window w=2"],
@@ -123,8 +144,11 @@ def test_the_text_says_how_it_was_measured():
     }
     dense = {"size": 56, "steps": 7, "minutes": 20.0, "test_accuracy": 0.5, "test_images": 500}
     hardware = {"cpu": "a processor", "cpu_threads": 1}
-    text = report_text({"x": {"dense": [dense], "reports": [report], "hardware": hardware, "command": "run x"}})
+    smaller = [{"size": 56, "share": 0.03, "right": 300, "test_images": 500}]
+    record = {"dense": [dense], "reports": [report], "smaller": [smaller], "hardware": hardware, "command": "run x"}
+    text = report_text({"x": record})
     assert "Dense at 56 pixels: 20.0 minutes, 7 steps, test accuracy 50.0 % (45.6 to 54.4)." in text
-    assert "| dense | 1.000 | 50.0 (40.0 to 60.0) |  |\n| token merging |  | left out: too slow |  |" in text
-    assert "| the choice | 1.000 | 50.0 (40.0 to 60.0) | -2.0 (-5.0 to +1.0) |" in text
+    assert "| dense | 1.000 | 50.0 (40.0 to 60.0) |  |  |\n| token merging |  | left out: too slow |  |  |" in text
+    assert "| the choice | 1.000 | 50.0 (40.0 to 60.0) | -2.0 (-5.0 to +1.0) | 9 |" in text
+    assert "| the dense model of 56 pixels | 0.030 | 60.0 (55.6 to 64.2) |  |  |" in text
     assert "`run x`, a processor, 1 threads, one seed." in text
