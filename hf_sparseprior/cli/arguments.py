@@ -245,6 +245,9 @@ def add_sparsify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test", type=int, help="images of the test at most (default 1000)")
     parser.add_argument("--minutes", type=float, help="of distillation from the dense model afterwards (default 0)")
     parser.add_argument("--tuning", choices=TUNING_AFTERWARDS, help="with --minutes: all weights (default) or LoRA")
+    parser.add_argument("--learning-rate", type=float, help="of --minutes (default 3e-5, with LoRA 5e-4)")
+    text = "images at once in training, whose steps have 16; fewer need less memory (default 16)"
+    parser.add_argument("--micro-batch", type=int, help=text)
     text = "train what the result is compared with for --minutes each, too"
     parser.add_argument("--recover-all", action="store_true", default=None, help=text)
     parser.add_argument("--seed", type=int, help="of the division of the images and of --minutes (default 0)")

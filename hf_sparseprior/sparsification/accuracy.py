@@ -42,11 +42,17 @@ def measure_name(subject: Subject, images: Images) -> str:
 def measured(
     subject: Subject, images: Images, test: list[int], models: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> dict[str, Scored]:
-    """What `measure_name` says, of each model, which maps images to outputs."""
+    """What `measure_name` says, of each model, which maps images to outputs. Images that cannot be read are left out.
+
+    Raises:
+        OSError: if none can be read.
+    """
     values: dict[str, list[float]] = {name: [] for name in models}
     by_dense: list[float] = []
-    for numbers in images.batches(test, BATCH):
-        pixels = images.pixels(numbers)
+    for wanted in images.batches(test, BATCH):
+        if not (read := images.readable(wanted)):
+            continue
+        numbers, pixels = list(read), torch.stack(list(read.values()))
         dense = subject.outputs(pixels, subject.dense)
         classes = dense.argmax(-1) if subject.classifies else None
         if classes is not None and images.labels is not None:
@@ -56,6 +62,8 @@ def measured(
             outputs = run(pixels)
             results = subject.loss(outputs, dense) if classes is None else outputs.argmax(-1) == classes
             values[name] += results.double().tolist()
+    if not all(values.values()):
+        raise OSError(f"none of {len(test)} test images can be read; {images.unreadable[test[0]]}")
     return {
         name: Scored(*_interval(results, subject.classifies), _difference(results, by_dense) if by_dense else None)
         for name, results in values.items()

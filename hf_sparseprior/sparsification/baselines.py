@@ -65,7 +65,7 @@ def best_uniform(search: Search, budget: float) -> Compared | str:
     for candidate in range(1, len(search.candidates) + 1):
         choice = tuple(candidate if saved[candidate] > 0 else DENSE for saved in search.table)
         predicted = 1 - search.gain * sum(saved[one] for saved, one in zip(search.table, choice, strict=True))
-        if any(choice) and predicted <= budget:
+        if any(choice) and predicted <= MET * budget:
             choices[choice] = candidate
     left = list(choices)
     while left:

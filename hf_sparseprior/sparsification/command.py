@@ -8,7 +8,10 @@ import sys
 from hf_sparseprior.cli.deployment import parse_size
 from hf_sparseprior.sparsification.sparsify import sparsify
 
-OPTIONS = ("batch", "device", "seed", "candidates", "calibration", "test", "minutes", "tuning", "recover_all")
+OPTIONS = (
+    *("batch", "device", "seed", "candidates", "calibration", "test"),
+    *("minutes", "tuning", "learning_rate", "recover_all", "micro_batch"),
+)
 
 
 def run(arguments: argparse.Namespace) -> list[str]:

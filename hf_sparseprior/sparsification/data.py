@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hf_sparseprior.cli.image_files import PassedOver, as_text, images_below, is
 from hf_sparseprior.cli.labelled_images import read_image
 
 TRAIN, TEST = "train", "test"  # folders that a split may come in
+TESTS = (TEST, "val", "validation", "valid")  # names of the second; the first that there is
 
 
 @dataclass
@@ -25,13 +26,24 @@ class Images:
     """Images as a model takes them.
 
     read: the pixels of one, float32 (channels, height, width), by its number. labels: class numbers; None: not known.
-    test: numbers of those that are the test's, where the data says so.
+    test: numbers of those that are the test's, where the data says so. unreadable: why some were left out.
     """
 
     count: int
     read: Callable[[int], Tensor]
     labels: list[int] | None = None
     test: list[int] | None = None
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def readable(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+        """Those of these images that can be read, by number; why others cannot is kept in `unreadable`."""
+        found = {}
+        for number in numbers:
+            try:
+                found[number] = self.read(number)
+            except (OSError, ValueError) as error:
+                self.unreadable[number] = str(error)
+        return found
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
         """Images (B, channels, height, width)."""
@@ -88,8 +100,8 @@ def read_images(
 
     Args:
         given: a tensor (N, channels, height, width) as the model takes it, a list of Pillow's images, or a folder: of
-            images, of a folder of images for each class, or of `train` and `test` with these; or a mapping of `train`
-            and `test` to these.
+            images, of a folder of images for each class, or of `train` and `test` with these (without `test` of
+            `train` and one of the other `TESTS`); or a mapping of `train` and `test` to these.
         labels: class numbers of a tensor's or a list's images; of a mapping a mapping.
         classes: names of the model's classes; None: it has none.
         prepare: Pillow's image -> (channels, height, width).
@@ -145,8 +157,9 @@ def _joined(train: Images, test: Images) -> Images:
 def _of_folder(folder: Path, classes: Sequence[str] | None, read: Callable[[Path], Tensor]) -> Images:
     if not folder.is_dir():
         raise OSError(missing_path(folder, "give a folder of images"))
-    divided = all((folder / name).is_dir() for name in (TRAIN, TEST))
-    homes = [folder / name for name in (TRAIN, TEST)] if divided else [folder]
+    tested = next((name for name in TESTS if (folder / name).is_dir()), None)
+    divided = tested is not None and (folder / TRAIN).is_dir()
+    homes = [folder / TRAIN, folder / str(tested)] if divided else [folder]
     passed_over = PassedOver()
     parts = [[Path(path) for path in sorted(images_below(home, passed_over))] for home in homes]
     files = [file for part in parts for file in part]
@@ -173,9 +186,12 @@ def _label(file: Path, home: Path, classes: Sequence[str] | None) -> int | None:
     return classes.index(first) if classes is not None and not is_hidden(first) and first in classes else None
 
 
-def digest(pixels: Tensor) -> str:
+def digest(batches: Iterable[Tensor]) -> str:
     """SHA-256 of images, by which a search knows them again."""
-    return hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()
+    found = hashlib.sha256()
+    for pixels in batches:
+        found.update(pixels.contiguous().numpy().data)
+    return found.hexdigest()
 
 
 def resized_processor(saved: Mapping[str, Any] | None, sides: tuple[int, int] | None) -> Mapping[str, Any] | None:

@@ -39,7 +39,8 @@ class Recovery:
     tokens, and the KL divergence from the dense model of what the first prefix token, mostly the class token, attends
     to, as the mean over heads and layers. Of a model with fewer tokens, on smaller images or after merging, it is the
     first alone. The rate falls as half a cosine over the minutes, which are those of training alone; images are
-    mirrored at random.
+    mirrored at random. A step has `BATCH` images, which are seen so many at once as the settings say; a step of
+    several parts has the mean of their losses.
 
     Args:
         learner: its model is changed in place.
@@ -86,10 +87,13 @@ class Recovery:
         """
         total, saved, said = 60 * self.settings.minutes, self.spent, -math.inf
         self.model.train()
+        devices = [self.subject.device] if self.subject.device.type == "cuda" else []
         try:
             while self.spent < total:
                 start = clock()
-                loss = self._step(self.spent / total)
+                with torch.random.fork_rng(devices):  # of dropout; a run that goes on draws the same
+                    torch.manual_seed(random.Random(f"{self.settings.seed} {self.steps}").getrandbits(63))
+                    loss = self._step(self.spent / total)
                 self.spent += clock() - start
                 self.steps += 1
                 if self.spent - said >= SAID_EVERY:
@@ -111,6 +115,15 @@ class Recovery:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * 0.5 * (1 + math.cos(math.pi * progress))
         pixels = self._batch()
+        parts = pixels.split(self.settings.micro_batch)
+        value = sum(self._backward(part, len(part) / len(pixels)) for part in parts)
+        nn.utils.clip_grad_norm_(self.weights, LARGEST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+    def _backward(self, pixels: Tensor, share: float) -> float:
+        """The loss on some images of a step, times their share, whose gradient is added to that of the others."""
         with _tokens(self.blocks) as (dense_tokens, tokens):
             with torch.no_grad(), _prefix_rows(self.priors[0]) as dense_rows:
                 dense = self.subject.outputs(pixels)
@@ -122,12 +135,9 @@ class Recovery:
             loss = loss + (student - teacher).square().sum() / teacher.square().sum().clamp_min(TINY)
         if [row.shape for row in rows] == [row.shape for row in dense_rows]:
             loss = loss + _divergence(dense_rows, rows)
-        if not math.isfinite(value := float(loss.detach())):
+        if not math.isfinite(value := share * float(loss.detach())):
             raise ValueError(f"recovery: the loss of step {self.steps + 1} is {value}; lower learning_rate={self.rate}")
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.weights, LARGEST_GRADIENT)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        (share * loss).backward()
         return value
 
     def _batch(self) -> Tensor:
@@ -135,9 +145,12 @@ class Recovery:
         size = min(BATCH, len(self.numbers))
         epoch, place = divmod(self.steps, len(self.numbers) // size)
         order = random.Random(f"{self.settings.seed} {epoch}").sample(self.numbers, len(self.numbers))
-        pixels = self.images.pixels(order[place * size : (place + 1) * size])
-        mirrored = random.Random(f"{self.settings.seed} {epoch} {place}")
-        return torch.stack([image.flip(-1) if mirrored.random() < 0.5 else image for image in pixels])
+        chosen = order[place * size : (place + 1) * size]
+        pixels, drawn = self.images.readable(chosen), random.Random(f"{self.settings.seed} {epoch} {place}")
+        mirrored = {number: drawn.random() < 0.5 for number in chosen}
+        if not pixels:
+            raise OSError(f"recovery: none of {len(chosen)} images can be read; {self.images.unreadable[chosen[0]]}")
+        return torch.stack([image.flip(-1) if mirrored[number] else image for number, image in pixels.items()])
 
     def _save(self) -> None:
         if self.path is None:
@@ -145,6 +158,7 @@ class Recovery:
         state = {
             "settings": self._settings(),
             "weights": [weight.detach() for weight in self.weights],
+            "buffers": list(self.model.buffers()),
             "optimizer": self.optimizer.state_dict(),
             "spent": self.spent,
             "steps": self.steps,
@@ -165,7 +179,8 @@ class Recovery:
         if state["settings"] != self._settings():
             raise ValueError(f"{path} is of other settings of recovery; remove it, or choose another folder")
         with torch.no_grad():
-            for weight, value in zip(self.weights, state["weights"], strict=True):
+            saved = [*state["weights"], *state["buffers"]]
+            for weight, value in zip([*self.weights, *self.model.buffers()], saved, strict=True):
                 weight.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
         self.spent, self.steps = state["spent"], state["steps"]
@@ -174,8 +189,8 @@ class Recovery:
 @contextmanager
 def _prefix_rows(priors: Sequence[PriorAttention]) -> Iterator[list[Tensor]]:
     """Inside the block the attention of the first prefix token in each call of these layers is collected: logarithms of
-    the weights that its query gives to the keys of all tokens in raster order, (B, H, T). No pattern leaves any of
-    these pairs out. Layers without prefix tokens have none.
+    the weights that its query gives to the keys of all tokens in raster order, (B, H, T), before a predictor leaves
+    some out and without a bias; no pattern leaves any of these pairs out. Layers without prefix tokens have none.
     """
     rows: list[Tensor] = []
 

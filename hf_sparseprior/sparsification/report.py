@@ -12,6 +12,7 @@ from hf_sparseprior.base.files import write_text
 from hf_sparseprior.runs.tables import markdown_table
 
 JSON, MARKDOWN, PICTURE = "report.json", "report.md", "frontier.png"
+OFF = 0.1  # of the budget, from which on a report says so
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Report:
     model: its class and prior before. image_size: (height, width). machine: where it was timed, with `batch` images at
     once. budget, least: shares of the dense model's time, asked for and of the fastest choice. dense_seconds: of a call
     of the dense model.
-    predicted, measured: the share of the choice, by the times of its layers alone and of the whole model. rounds:
+    predicted, measured: the share of the choice, by the times of its layers alone and of the whole model, which is
+    measured once more after the choice. rounds:
     (predicted, measured) of each choice that was tried, predicted by what was measured before.
     loss_name: what losses are. layers: the candidate of each layer. loss, loss_sum: of the choice on the calibration
     images, and the sum over layers by which it was chosen. frontier: (share, loss_sum) of all choices, their shares
@@ -90,8 +92,8 @@ class Report:
             self._table(),
             "",
             f"Times are medians of calls with {self.batch} {'images' if self.batch > 1 else 'image'} in turns with the "
-            f"dense model, which takes {1000 * self.dense_seconds:.1f} ms, on {self.machine}. Intervals are 95 % "
-            f"(Wilson), of {self.images['test']} test images, which the search has not seen.",
+            f"dense model, which takes {1000 * self.dense_seconds:.1f} ms, on {self.machine}. Intervals are of 95 %, "
+            f"over {self.images['test']} test images, which the search has not seen.",
             "",
             f"![loss over time]({PICTURE})",
             "",
@@ -109,10 +111,20 @@ class Report:
 
     def summary(self) -> list[str]:
         """What came out, in a few lines."""
-        return [
+        lines = [
             f"The choice takes {self.measured:.3f} of the dense model's time, measured; the times of its layers alone "
             f"give {self.predicted:.3f}. The budget is {self.budget:g}, the fastest choice takes {self.least:.3f}."
         ]
+        if abs(self.measured - self.budget) > OFF * self.budget:
+            lines.append(
+                "That is more than 10 % off the budget: "
+                + (
+                    "measured once more, the choice takes longer than when it was made."
+                    if self.measured > self.budget
+                    else f"in {len(self.rounds)} rounds no choice was measured that meets it more closely."
+                )
+            )
+        return lines
 
     def _table(self) -> str:
         names = ["model", "share of the time", self.measure]

@@ -24,7 +24,8 @@ from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import Call, Layer, Subject, captured
 
 WHOLE, ATTENTION, DENSE_SECONDS = "dense", "dense attention", "seconds of the dense model"
-ROUNDS = 5  # of choosing and measuring at most
+ROUNDS = 8  # of choosing and measuring at most
+BY_PREDICTION = 2  # rounds after which every other one halves what is left between two choices
 NEAR = 0.05  # of the budget; a measured choice that is further from it is corrected
 MET = 1.05  # times the budget: what a measured choice may take
 
@@ -189,21 +190,33 @@ class Search:
 
     # ---- the choice -------------------------------------------------------------------------------------------------
 
-    def points(self) -> list[Point]:
-        """The frontier of all budgets, by the times of layers alone."""
+    def points(self, budget: float) -> list[Point]:
+        """The frontier of all budgets, by the times of layers alone.
+
+        Raises:
+            ValueError: for a budget that the fastest choice does not meet, before losses are computed.
+        """
         self.table = self.savings()
+        fastest = [max(range(len(saved)), key=saved.__getitem__) for saved in self.table]
+        if (least := self.share(fastest)) > budget:
+            raise ValueError(self._refusal(budget, least))
         return frontier(self.table, self.losses(self.table))
 
     def share(self, choice: Sequence[int], name: str = "choice") -> float:
         """The share of the dense model's time that the model with a choice takes, measured with it by turns."""
         if not any(choice):
             return 1.0
+        return self.plan.value(f"share of {_digits(choice)}", partial(self._measure, choice, name))
 
-        def measure() -> float:
-            pixels, model = self.subject.images(self.settings.batch), self.subject.built(self.priors_of(choice))
-            return self.ratio(f"{name} {_digits(choice)}", lambda: self.subject.outputs(pixels, model))
+    def share_again(self, choice: Sequence[int]) -> float:
+        """The same, measured once more: a choice is made by a measurement, which chance made small."""
+        if not any(choice):
+            return 1.0
+        return self.plan.value(f"share of {_digits(choice)}, again", partial(self._measure, choice, "choice"))
 
-        return self.plan.value(f"share of {_digits(choice)}", measure)
+    def _measure(self, choice: Sequence[int], name: str) -> float:
+        pixels, model = self.subject.images(self.settings.batch), self.subject.built(self.priors_of(choice))
+        return self.ratio(f"{name} {_digits(choice)}", lambda: self.subject.outputs(pixels, model))
 
     def ratio(self, name: str, call: Callable[[], object]) -> float:
         """The time of a call as a share of the dense model's."""
@@ -215,7 +228,7 @@ class Search:
         What layers save alone is not quite what they save in the model. So the fastest choice is measured first, and
         all savings are scaled by what it saves to what it should. Then the choice is made and measured, and made again
         with the scale that was measured so far, between a choice that meets the budget and one that does not, until
-        the measured time is at most `NEAR` off the budget.
+        the measured time is at most `NEAR` off the budget or `ROUNDS` are over.
 
         Raises:
             ValueError: for a budget that the fastest choice does not meet.
@@ -223,11 +236,13 @@ class Search:
         exceeds, meets = -1, len(points) - 1  # numbers of the nearest points that are known to do so
         if (least := self._measured(points[meets])) > budget:
             raise ValueError(self._refusal(budget, least))
-        for _ in range(ROUNDS):
+        for done in range(ROUNDS):
             if exceeds + 1 >= meets:
                 break
             point = least_loss(points, 1 - (1 - budget) / self.gain) or points[-1]
             number = min(max(points.index(point), exceeds + 1), meets - 1)
+            if done >= BY_PREDICTION and done % 2 == 0:
+                number = (exceeds + meets) // 2
             predicted = 1 - self.gain * (1 - points[number].share)
             share = self._measured(points[number])
             self.rounds.append((predicted, share))

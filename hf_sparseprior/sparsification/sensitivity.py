@@ -50,7 +50,7 @@ class LayerChanged:
     def __init__(self, subject: Subject, number: int, batches: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
         self.subject, self.number, self.batches, self.dense = subject, number, batches, dense
         self.blocks = [layer.block for layer in subject.layers]
-        self.before: dict[int, Any] = {}  # by the number of a batch
+        self.before: dict[int, list[Any]] = {}  # by the number of a batch
 
     @torch.no_grad()
     def losses(self, prior: ResolvedPrior, batches: Iterable[int]) -> list[float]:
@@ -61,17 +61,16 @@ class LayerChanged:
             if batch not in self.before:
                 self.before[batch] = _outputs_before(self.subject, self.blocks, self.number, pixels)
             before = self.before[batch]
-            skipped = self.blocks[: self.number] if before is not None else []
-            with layer.changed(layer.dense.with_pairs(prior)), _skipped(skipped, before):
+            with layer.changed(layer.dense.with_pairs(prior)), _skipped(self.blocks, before):
                 found.append(self.subject.loss(self.subject.outputs(pixels), self.dense[batch]))
         return torch.cat(found).tolist()
 
 
-def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, pixels: Tensor) -> Any:
-    """What the block before a layer's gives; None if blocks before it cannot be left out."""
+def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, pixels: Tensor) -> list[Any]:
+    """What each block before a layer's gives; nothing if they cannot be left out."""
     seen: list[Any] = []
     if number == 0 or len(set(map(id, blocks))) < len(blocks):
-        return None
+        return []
     handles = [block.register_forward_hook(lambda module, args, output: seen.append(output)) for block in blocks]
     try:
         subject.outputs(pixels)
@@ -79,7 +78,7 @@ def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, 
         for handle in handles:
             handle.remove()
     shapes = {tokens_of(output).shape for output in seen}
-    return seen[number - 1] if len(seen) == len(blocks) and len(shapes) == 1 else None
+    return seen[:number] if len(seen) == len(blocks) and len(shapes) == 1 else []
 
 
 def tokens_of(output: Any) -> Tensor:
@@ -88,12 +87,12 @@ def tokens_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def _skipped(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
-    """Inside the block these modules give an output without running."""
-    for block in blocks:
-        block.forward = lambda *args, **kwargs: output
+def _skipped(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
+    """Inside the block the first of these modules give these outputs without running."""
+    for block, output in zip(blocks, outputs, strict=False):
+        block.forward = lambda *args, output=output, **kwargs: output
     try:
         yield
     finally:
-        for block in blocks:
+        for block in blocks[: len(outputs)]:
             del block.forward

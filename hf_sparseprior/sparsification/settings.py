@@ -12,6 +12,8 @@ from hf_sparseprior.base.checks import check_boolean, check_finite, check_intege
 from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
 
+OF_RECOVERY = ("tuning", "learning_rate", "recover_all", "micro_batch")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -24,7 +26,8 @@ class Settings:
     calibration, test: images of the search and of the test at most.
     seconds: of each timing, which has three rounds at least.
     minutes: of recovery; 0: none. tuning: "full" or "lora". learning_rate: None: 3e-5, with LoRA 5e-4.
-    recover_all: train what the result is compared with as long, too.
+    recover_all: train what the result is compared with as long, too. micro_batch: images at once in recovery, whose
+    steps have 16; fewer need less memory.
     """
 
     image_size: Any = None
@@ -39,6 +42,7 @@ class Settings:
     tuning: str = TUNING_AFTERWARDS[0]
     learning_rate: float | None = None
     recover_all: bool = False
+    micro_batch: int = 16
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Settings:
@@ -50,7 +54,7 @@ class Settings:
         given = dict(given or {})
         check_keys(given, [field.name for field in fields(cls)], "sparsify")
         settings = cls(**given)
-        for name in ("batch", "calibration", "test"):
+        for name in ("batch", "calibration", "test", "micro_batch"):
             check_integer(name, getattr(settings, name), 1)
         check_integer("seed", settings.seed, 0)
         check_finite("seconds", settings.seconds, zero=False)
@@ -61,9 +65,10 @@ class Settings:
         if settings.tuning not in TUNING_AFTERWARDS:
             raise ValueError(f"tuning={settings.tuning!r} must be one of {', '.join(TUNING_AFTERWARDS)}")
         check_boolean("recover_all", settings.recover_all)
-        unused = (settings.tuning, settings.learning_rate, settings.recover_all) != (TUNING_AFTERWARDS[0], None, False)
-        if not settings.minutes and unused:
-            raise ValueError("tuning, learning_rate and recover_all are of recovery, for which minutes is 0")
+        default = cls()
+        changed = [name for name in OF_RECOVERY if getattr(settings, name) != getattr(default, name)]
+        if not settings.minutes and changed:
+            raise ValueError(f"{', '.join(OF_RECOVERY)} are of recovery, for which minutes is 0")
         return settings
 
     @property

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.adapters.lora import lora_config
+from hf_sparseprior.analysis.pictures import pyplot
 from hf_sparseprior.base.files import replace_durably, whole_folder, write_text
 from hf_sparseprior.cli.deployment import fitted_processor, saved_processor, stock_sides
 from hf_sparseprior.cli.export import exported_source
@@ -35,7 +37,7 @@ from hf_sparseprior.sparsification.baselines import Compared
 from hf_sparseprior.sparsification.candidates import default_candidates, parse_candidates
 from hf_sparseprior.sparsification.choice import Point
 from hf_sparseprior.sparsification.data import Images, Parts, digest, read_images, resized_processor, split
-from hf_sparseprior.sparsification.plan import Plan
+from hf_sparseprior.sparsification.plan import PLAN, Plan
 from hf_sparseprior.sparsification.recovery import STATE, Recovery
 from hf_sparseprior.sparsification.report import JSON, Report, Row
 from hf_sparseprior.sparsification.search import Search
@@ -44,6 +46,8 @@ from hf_sparseprior.sparsification.subject import Subject
 
 CALIBRATION_BATCH = 8
 LOCK = "plan.lock"  # held by the process that searches
+SCRATCH = ".partial"
+SHOWN = 5  # images that cannot be read which a message names
 
 
 @dataclass
@@ -125,11 +129,11 @@ def sparsify(
     """
     budget, chosen = check_budget(budget), Settings.of(settings)
     folder = None if out is None else Path(out)
-    if folder is not None and (folder / JSON).exists():
-        raise OSError(f"{folder} holds a finished result; choose a new name")
+    if folder is not None:
+        _check_out(folder)
     with _alone(folder):
         job = _begin(model, images, labels, processor, folder, chosen, say or (lambda line: None))
-        points = job.search.points()
+        points = job.search.points(budget)
         point = job.search.meet(points, budget)
         result = job.finish(points, point, budget)
         if folder is not None:
@@ -149,7 +153,7 @@ class _Job:
     def finish(self, points: Sequence[Point], point: Point, budget: float) -> Sparsified:
         """Measure the choice and what it is compared with."""
         search, settings = self.search, self.search.settings
-        chosen = baselines.of_choice(search, "the choice", point.choice, search.share(point.choice))
+        chosen = baselines.of_choice(search, "the choice", point.choice, search.share_again(point.choice))
         search.say("comparing with one candidate in all layers and with smaller images")
         absent, rivals = {}, list[Compared]()
         for name, found in (
@@ -163,14 +167,16 @@ class _Job:
                 rivals.append(found)
         tested, result = [baselines.of_dense(search), chosen], chosen
         if settings.minutes:
-            result = self._recovered(chosen, "after recovery", STATE)
+            result = self._recovered(chosen, "after recovery")
             tested.append(result)
-        for number, rival in enumerate(rivals):
+        for rival in rivals:
             tested.append(rival)
             if settings.recover_all:
-                tested.append(self._recovered(rival, f"{rival.name}, after recovery", f"{number}_{STATE}"))
+                tested.append(self._recovered(rival, f"{rival.name}, after recovery"))
         search.say(f"testing {len(tested)} models on {len(self.parts.test)} images")
         values = measured(search.subject, self.images, self.parts.test, {each.name: each for each in tested})
+        if left_out := list(self.images.unreadable.values()):
+            search.say(f"left out, as they cannot be read: {len(left_out)} images; {'; '.join(left_out[:SHOWN])}")
         rows = [
             Row(
                 *(each.name, each.share),
@@ -184,11 +190,12 @@ class _Job:
         rows += [Row(name, note=f"left out: {why}") for name, why in absent.items()]
         return Sparsified(result.model, self._report(points, point, budget, rows), self.processor)
 
-    def _recovered(self, before: Compared, name: str, state: str) -> Compared:
+    def _recovered(self, before: Compared, name: str) -> Compared:
         """A copy that learned from the dense model."""
         search = self.search
         learner = replace(before, name=name, model=copy.deepcopy(before.model), recovers=before.name)
-        path = None if search.plan.path is None else search.plan.path.with_name(state)
+        changes = sha256(json.dumps(before.changes, sort_keys=True, default=str).encode()).hexdigest()
+        path = None if search.plan.path is None else search.plan.path.with_name(f"{changes[:16]}_{STATE}")
         search.say(f"recovery of {before.name}")
         recovery = Recovery(search.subject, learner, self.images, self.parts.recovery, search.settings, path)
         return replace(learner, model=recovery.run(search.say), steps=recovery.steps)
@@ -205,7 +212,7 @@ class _Job:
             least=search.share(points[-1].choice),
             dense_seconds=search.dense_seconds,
             predicted=point.share,
-            measured=search.share(point.choice),
+            measured=search.share_again(point.choice),
             rounds=search.rounds,
             loss_name=subject.loss_name,
             layers=[names[index] for index in point.choice],
@@ -214,7 +221,10 @@ class _Job:
             frontier=[(1 - gain * (1 - each.share), each.loss) for each in points],
             measure=measure_name(subject, self.images),
             rows=rows,
-            images={name: len(getattr(self.parts, name)) for name in ("calibration", "recovery", "test")},
+            images={
+                name: sum(number not in self.images.unreadable for number in getattr(self.parts, name))
+                for name in ("calibration", "recovery", "test")
+            },
             left_out=search.unused(),
             seed=search.settings.seed,
             minutes=search.settings.minutes,
@@ -238,6 +248,7 @@ def _begin(
     subject = Subject(model, settings.sides or stock_sides(model, saved), settings.place)
     if folder is not None:
         _check_saved(subject.original)
+        pyplot()  # it is missed now, and not after the search
     if settings.tuning == "lora":
         lora_config(subject.original)  # refused now, and not after the search
     prepared = fitted_processor(resized_processor(saved, settings.sides), subject.exported)
@@ -259,7 +270,7 @@ def _begin(
         "images at once": settings.batch,
         "machine": f"{_machine(settings.place)}, torch {torch.__version__}",
         "candidates": [candidate.name for candidate in candidates],
-        "calibration images": digest(torch.cat(batches)),
+        "calibration images": digest(batches),
         "seconds": settings.seconds,
     }
     search = Search(subject, candidates, settings, Plan(folder, key), batches, say)
@@ -285,6 +296,14 @@ def _images(given: Any, labels: Any, subject: Subject, prepared: dict[str, Any] 
     if classes is None and subject.classifies:  # of timm
         classes = [str(number) for number in range(subject.outputs(subject.images(1)).shape[-1])]
     return read_images(given, labels, classes, prepare, loaded, (channels, *subject.sides))
+
+
+def _check_out(folder: Path) -> None:
+    """Raise OSError unless a folder is new, empty, or has a search that was stopped."""
+    if (folder / JSON).exists():
+        raise OSError(f"{folder} holds a finished result; choose a new name")
+    if folder.is_dir() and os.listdir(folder) and not any((folder / name).exists() for name in (PLAN, LOCK)):
+        raise OSError(f"{folder} holds other files; choose a new name")
 
 
 def _check_saved(model: Any) -> None:
@@ -319,13 +338,17 @@ def _machine(device: torch.device) -> str:
 
 def _write_into(result: Sparsified, folder: Path) -> None:
     """Put everything into the folder of the plan, the report last: it says that the result is finished."""
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        result.write(Path(scratch))
-        names = sorted(os.listdir(scratch), key=lambda name: name == JSON)
-        for name in names:
+    scratch = folder / SCRATCH  # on the same file system
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    scratch.mkdir()
+    try:
+        result.write(scratch)
+        for name in sorted(os.listdir(scratch), key=lambda name: name == JSON):
             place = folder / name
             if place.is_dir():
                 shutil.rmtree(place)
-            replace_durably(Path(scratch) / name, place)
+            replace_durably(scratch / name, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     for state in folder.glob(f"*{STATE}"):
         state.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_sparseprior.adapters.stock import apply_prior
 from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
+from hf_sparseprior.adapters.timm_encoder import has_timm
 from hf_sparseprior.analysis.layers import attention_layers
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.resolved import ResolvedPrior
@@ -25,11 +28,14 @@ from hf_sparseprior.cli.deployment import own_copy
 from hf_sparseprior.cli.exportable import Exportable, vision_config
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.pretrained import copy_weights
+from hf_sparseprior.patterns.supports import redraws
 from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.priors.layer_priors import has_layers
 from hf_sparseprior.priors.prior import parse_prior, prior_name, pruning_of, resolve_prior
 from hf_sparseprior.sparsification.candidates import Candidate
 
 TINY = 1e-30  # in place of nothing that is divided by
+ELSEWHERE = ("_name_or_path", "transformers_version")  # what a config says that is not of the model
 MERGING = "tome"  # the extra that merges patches
 KL, CHANGE = "KL divergence of class probabilities from the dense model's", "relative change of the output's square"
 
@@ -86,6 +92,7 @@ class Subject:
     def __init__(self, model: Any, sides: tuple[int, int] | None, device: torch.device) -> None:
         self.device = device
         self.original = own_copy(model)  # what is built starts from it
+        _without_eager(self.original)
         self.exported = Exportable(copy.deepcopy(self.original), sides)
         self.dense: Any = self.exported.model.to(device)  # resized
         self.sides, self.ours = self.exported.sides, self.exported.family is not None
@@ -124,8 +131,13 @@ class Subject:
         encoder: Any = find_encoder(self.original)
         priors, layers = stock_priors(self.model), []
         self.windows = encoder.family.windows
-        with torch.no_grad():
-            self.outputs(self.images(1))
+        try:
+            with torch.no_grad():
+                self.outputs(self.images(1))
+        except (AssertionError, RuntimeError) as error:
+            size, reason = "x".join(map(str, self.sides)), (str(error).splitlines() or [type(error).__name__])[0]
+            hint = "; make it with dynamic_img_size=True" if has_timm(self.original) else ""
+            raise ValueError(f"{self.exported.title} takes no images of {size} pixels ({reason}){hint}") from None
         for (name, module), prior in zip(encoder.attention.items(), priors, strict=True):
             grid = prior.layout.grid or encoder.grid_of(module)  # windows know theirs alone
             attention = self.model.get_submodule(name)
@@ -134,8 +146,11 @@ class Subject:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of class and weights."""
+        """SHA-256 of class, config and weights."""
         digest = hashlib.sha256(type(self.dense).__name__.encode())
+        if (config := getattr(self.original, "config", None)) is not None:
+            fields = {name: value for name, value in config.to_dict().items() if name not in ELSEWHERE}
+            digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
         for name, value in sorted(self.original.state_dict().items()):
             digest.update(f"{name}{tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -204,6 +219,8 @@ class Subject:
         prior = resolve_prior(slots, layer.dense.num_supports, layer.grid)
         if self.ours:
             self.model.config.check_prior(prior)
+        elif redraws(prior["support"]):
+            raise ValueError("pairs that are drawn anew are for models of ours")
         return prior
 
     def merging(self, keep: float) -> Any:
@@ -214,7 +231,7 @@ class Subject:
         """
         if MERGING not in EXTRAS:
             raise ValueError(f"this version has no extra {MERGING!r}")
-        if not self.ours or isinstance(self.dense.config.prior, list):
+        if not self.ours or isinstance(self.dense.config.prior, list) or has_layers(self.dense.config.prior):
             raise ValueError(f"{self.exported.title} has no token merging here")
         config = copy.deepcopy(self.dense.config)
         config.prior = {**config.prior, "extras": [*config.prior["extras"], {"name": MERGING, "keep": keep}]}
@@ -253,6 +270,12 @@ class Subject:
         model = type(self.dense)(config)
         copy_weights(self.dense, model)
         return model.eval().requires_grad_(False).to(self.device)
+
+
+def _without_eager(model: Any) -> None:
+    """Attention that is written out, which is asked for to see its weights, would hide what a prior saves."""
+    if isinstance(model, PreTrainedModel) and model._supports_sdpa and model.config._attn_implementation == "eager":
+        model.set_attn_implementation("sdpa")
 
 
 def _check_dense(prior: ResolvedPrior, title: str) -> None:

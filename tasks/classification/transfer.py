@@ -248,8 +248,8 @@ def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
                 (f"the dense model of {each['size']} pixels", f"{each['share']:.3f}", percent(interval(each)), "", "")
                 for each in smaller
             ]
-            names = ("model", "share of the time", "test accuracy, % (95 % interval)", "points against dense")
-            names = (*names, "steps of recovery")
+            measured = ("share of the time", "test accuracy, % (95 % interval)", "points against dense")
+            names = ("model", *measured, "steps of recovery")
             parts.append(markdown_table(names, rows))
         hardware = record["hardware"]
         parts.append(f"`{record['command']}`, {hardware['cpu']}, {hardware['cpu_threads']} threads, one seed.")

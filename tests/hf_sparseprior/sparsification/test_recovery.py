@@ -1,9 +1,13 @@
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from PIL import Image
 from transformers import ViTConfig, ViTModel
 
 import hf_sparseprior as sp
+from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import recovery, timing
 from hf_sparseprior.sparsification.baselines import Compared
@@ -13,6 +17,7 @@ from hf_sparseprior.sparsification.recovery import STATE, Recovery
 from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import Subject
 from tests.each import each
+from tests.hf_sparseprior.small import SMALL
 from tests.hf_sparseprior.sparsification.fakes import BUILDERS, SETTINGS, SIZES, Timer, images_of, model_of
 
 SECONDS = 10.0  # of a step, by the clock of these tests
@@ -95,6 +100,66 @@ def test_training_that_was_killed_goes_on_as_if_it_had_not_been(kind, tmp_path):
     assert second.steps == 24 and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@each("family", ["sparseprior_vit", "sparseprior_iformer"])
+def test_dropout_and_statistics_are_those_of_one_run(family, tmp_path):
+    """A killed run draws what it would have drawn, and has the running statistics of batch norms."""
+    cls = FAMILIES[family].classifier
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**SMALL[family], num_labels=3, hidden_dropout_prob=0.2))
+    subject = Subject(model, None, torch.device("cpu"))
+    images = torch.randn(20, 3, *subject.sides, generator=torch.Generator().manual_seed(0))
+
+    def made(path=None, minutes=3.0):
+        changed = Compared("same", 1.0, copy.deepcopy(subject.original), lambda own, pixels: own(pixels).logits)
+        settings = Settings.of({"minutes": minutes, "learning_rate": 1e-2})
+        return Recovery(subject, changed, Images(20, images.__getitem__), range(20), settings, path)
+
+    state = torch.random.get_rng_state()
+    expected = made().run(lambda line: None).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), state)  # the caller draws what they would have drawn
+    first = made(tmp_path / family)
+    steps = first._step
+
+    def die(progress):
+        if first.steps == 8:
+            raise Killed
+        return steps(progress)
+
+    first._step = die
+    with pytest.raises(Killed):
+        first.run(lambda line: None)
+    second = made(tmp_path / family)
+    torch.manual_seed(5)
+    found = second.run(lambda line: None).state_dict()
+    assert second.steps == 18 and all(torch.equal(found[name], value) for name, value in expected.items())
+    assert family == "sparseprior_vit" or any("running_mean" in name for name in found)
+
+
+@each("micro_batch", [1, 3, 5])
+def test_a_step_in_parts_is_the_same_step(micro_batch):
+    """With the loss of outputs alone, which is a mean over images."""
+    subject, plain, _ = learner("ours")
+    after = []
+    for size in (16, micro_batch):
+        settings = Settings.of({"minutes": 1, "learning_rate": 1e-3, "micro_batch": size})
+        seen = []
+
+        def half(own, pixels, seen=seen):
+            seen.append(len(pixels))
+            return subject.outputs(pixels[..., ::2, ::2], own)
+
+        made = Recovery(
+            subject, Compared("half", 1.0, model_of("ours"), half), plain.images, plain.numbers, settings, None
+        )
+        made.optimizer = SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda: None)  # gradients stay
+        made._step(0.0)
+        assert sum(seen) == 16 and max(seen) == min(size, 16)
+        after.append([weight.grad for weight in made.weights if weight.grad is not None])
+    assert len(after[0]) > 20 and sum(float(grad.square().sum()) for grad in after[0]) > 1e-6
+    for whole, parts in zip(*after, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-5)
+
+
 def test_a_state_of_other_settings_or_that_is_damaged_is_refused(tmp_path):
     learner("ours", minutes=1, path=tmp_path / STATE)[1].run(lambda line: None)
     with pytest.raises(ValueError, match="is of other settings of recovery"):
@@ -162,6 +227,22 @@ def test_a_model_on_smaller_images_learns(monkeypatch):
 
     before = loss_of(other.model)
     assert loss_of(other.run(lambda line: None)) < 0.7 * before
+
+
+def test_another_choice_in_the_same_folder_learns_from_its_beginning(monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
+    given, lines = {**SETTINGS, "minutes": 5, "learning_rate": 1e-3}, []
+
+    def die(line):
+        if "step 13" in line:
+            raise Killed
+
+    with pytest.raises(Killed):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=given, out=tmp_path / "out", say=die)
+    assert len(list((tmp_path / "out").glob(f"*{STATE}"))) == 1
+    found = sp.sparsify(model_of("ours"), images_of(), 0.8, settings=given, out=tmp_path / "out", say=lines.append)
+    assert {row.name: row.steps for row in found.report.rows}["after recovery"] == 30
+    assert any("step 1," in line for line in lines) and not list((tmp_path / "out").glob(f"*{STATE}"))
 
 
 def test_recovery_needs_images(tmp_path, monkeypatch):

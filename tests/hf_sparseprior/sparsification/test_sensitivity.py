@@ -98,6 +98,23 @@ def test_backbones_are_judged_by_their_maps():
     assert subject.outputs(subject.images(2)).shape == (2, 24 * 64) and not subject.classifies
 
 
+def _maps_of(features):
+    return sp.SparsePriorViTBackbone(sp.SparsePriorViTConfig(**SIZES, out_features=features))
+
+
+@each("features", [["stage1", "stage3"], ["stage2"], ["stem", "stage1", "stage2", "stage3"]])
+def test_losses_of_backbones_with_several_maps(features):
+    """Maps of the blocks before a layer are those of the dense model."""
+    torch.manual_seed(0)
+    subject, batches = Subject(_maps_of(features), None, CPU), [images_of(3)]
+    dense, window = dense_outputs(subject, batches), parse_candidates(CANDIDATES)[0]
+    for number, layer in enumerate(subject.layers):
+        prior = subject.prior_of(layer, window)
+        alone = LayerChanged(subject, number, batches, dense).losses(prior, [0])
+        choice = [prior if other is layer else None for other in subject.layers]
+        assert alone == losses_of(subject, choice, batches, dense)
+
+
 def test_a_model_without_classifier_is_judged_by_its_features():
     subject = Subject(STOCK["dinov2"].build(), None, CPU)
     assert not subject.classifies

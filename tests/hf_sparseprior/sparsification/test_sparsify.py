@@ -1,6 +1,9 @@
+import copy
 import json
 import math
 import os
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -123,11 +126,42 @@ def test_what_was_measured_decides_and_not_what_was_predicted(timer):
 
 
 @each("kind", ["ours", "transformers"])
-def test_a_budget_below_the_fastest_choice_is_refused(kind, timer):
+def test_a_budget_below_the_fastest_choice_is_refused(kind, timer, monkeypatch):
+    """Before any loss is computed."""
     timer()
+    monkeypatch.setattr(Search, "losses", None)
     message = r"budget=0.3 must be 0.4 or more at 32x32 pixels on this machine; at about (\d+)x\1 it could be met"
     with pytest.raises(ValueError, match=message):
         sp.sparsify(model_of(kind), images_of(), 0.3, settings=SETTINGS)
+
+
+def test_the_choice_is_timed_once_more_and_that_is_what_the_report_says(timer):
+    fake = timer()
+    plain, seen = fake.whole, []
+
+    def slower_next_time(name):
+        seen.append(name)
+        return plain(name) + 0.08 * (name.startswith("choice") and seen.count(name) > 1)
+
+    fake.whole = slower_next_time
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS).report
+    assert report.measured == report.rows[1].share == pytest.approx(shares(report.layers) + 0.08)
+    line = "more than 10 % off the budget: measured once more, the choice takes longer"
+    assert (line in report.to_markdown()) == (report.measured > 0.66)
+    low = replace(report, measured=0.5, rounds=[(0.5, 0.5)] * 3)
+    assert "in 3 rounds no choice was measured that meets it more closely" in " ".join(low.summary())
+    assert len(replace(report, measured=0.6).summary()) == 1
+
+
+def test_a_choice_near_the_budget_is_found_where_predictions_are_of_no_use(timer):
+    """The whole model takes the square of what its layers predict."""
+    fake = timer()
+    plain = fake.whole
+    fake.whole = lambda name: plain(name) ** 2 if name.startswith("choice") else plain(name)
+    report = sp.sparsify(model_of("ours"), images_of(), 0.4, settings=SETTINGS).report
+    possible = {(1 - sum(saved)) ** 2 for saved in product((0.0, 0.2, 0.15, 0.125), repeat=3)}
+    nearest = max(share for share in possible if share <= 1.05 * 0.4)
+    assert 0.36 <= report.measured <= nearest + 1e-9
 
 
 def test_the_size_that_would_meet_a_budget_is_that_of_the_growth_of_attention(timer):
@@ -178,8 +212,10 @@ def test_bad_budgets_are_refused(budget):
         ({"seconds": 0}, "seconds=0 must be a number above 0"),
         ({"minutes": -1}, "minutes=-1 must be a number of 0 or more"),
         ({"device": "abacus"}, "device='abacus': "),
-        ({"tuning": "lora"}, "tuning, learning_rate and recover_all are of recovery, for which minutes is 0"),
-        ({"recover_all": True}, "recover_all are of recovery, for which minutes is 0"),
+        ({"tuning": "lora"}, "tuning, learning_rate, recover_all, micro_batch are of recovery, for which minutes is 0"),
+        ({"recover_all": True}, "recover_all, micro_batch are of recovery, for which minutes is 0"),
+        ({"micro_batch": 4}, "recover_all, micro_batch are of recovery, for which minutes is 0"),
+        ({"micro_batch": 0}, "micro_batch=0 must be an integer of 1 or more"),
         ({"minutes": 1, "tuning": "dora"}, "tuning='dora' must be one of full, lora"),
         ({"candidates": [{"name": "fibottention", "w_min": 0}]}, "no layer can have any"),
     ],
@@ -512,6 +548,85 @@ def test_two_searches_in_one_folder_are_refused(timer, tmp_path):
         assert mine
         with pytest.raises(OSError, match="is being written by another process"):
             sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=tmp_path)
+
+
+def test_a_folder_of_something_else_is_left_alone(timer, tmp_path):
+    timer()
+    model_of("ours").save_pretrained(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="holds other files; choose a new name"):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_what_a_killed_process_had_half_written_is_thrown_away(timer, tmp_path):
+    timer()
+    out = tmp_path / "out"
+    sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+    names = sorted(os.listdir(out))
+    (out / "report.json").unlink()
+    (out / ".partial").mkdir()
+    (out / ".partial" / "half.safetensors").touch()
+    sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
+    assert sorted(os.listdir(out)) == names
+
+
+def test_images_that_cannot_be_read_are_left_out_and_said(timer, tmp_path):
+    """Of the test and of recovery, which come after a long search."""
+    timer()
+    photos(tmp_path / "train", CLASSES, 10)
+    photos(tmp_path / "val", CLASSES, 4)
+    files = sorted((tmp_path / "train").rglob("*.png"))
+    kept = split(Images(42, lambda number: torch.zeros(1), test=list(range(30, 42))), 6, 1000, 0).calibration
+    damaged = next(file for number, file in enumerate(files) if number not in kept)
+    damaged.write_bytes(b"nothing")
+    (tmp_path / "val" / "LABEL_1" / "secret_0.png").write_bytes(b"nothing")
+    lines, given = [], {**SETTINGS, "minutes": 1e-3}
+    report = sp.sparsify(model_of("ours"), tmp_path, 0.6, settings=given, say=lines.append).report
+    assert report.images["test"] == 11 and report.measure == "accuracy"  # those of val
+    (line,) = [line for line in lines if "cannot be read" in line]
+    assert line.startswith("left out") and "LABEL_1/secret_0.png" in line
+    for file in (tmp_path / "val").rglob("*.png"):
+        file.write_bytes(b"nothing")
+    with pytest.raises(OSError, match="none of 12 test images can be read; "):
+        sp.sparsify(model_of("ours"), tmp_path, 0.6, settings=SETTINGS)
+
+
+def test_layers_with_decays_of_their_own_are_no_reason_to_fail(timer):
+    timer()
+    config = copy.deepcopy(model_of("ours").config)
+    config.prior = {"layers": ["dense", "dense", "violin"]}
+    model = sp.SparsePriorViTForImageClassification(config).eval()
+    report = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS).report
+    assert "has no token merging here" in next(row.note for row in report.rows if row.name == "token merging")
+
+
+def test_attention_written_out_is_not_what_is_timed(timer):
+    """It is asked for to see weights; a prior would save little in it."""
+    timer()
+    for kind in ("ours", "transformers"):
+        model = model_of(kind)
+        model.set_attn_implementation("eager")
+        subject = Subject(model, None, torch.device("cpu"))
+        assert model.config._attn_implementation == "eager"  # it is the user's
+        assert subject.model.config._attn_implementation != "eager"
+        found = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS)
+        assert found.model.config._attn_implementation != "eager"
+
+
+def test_models_of_timm_say_that_their_size_is_fixed(timer):
+    timer()
+    with pytest.raises(ValueError, match=r"takes no images of 48x48 pixels \(.*\); make it with dynamic_img_size=True"):
+        sp.sparsify(model_of("timm"), torch.zeros(8, 3, 48, 48), 0.6, settings={**SETTINGS, "image_size": 48})
+
+
+@each("kind", ["transformers", "timm"])
+def test_pairs_that_are_drawn_anew_are_no_candidate_of_stock_models(kind, timer):
+    timer()
+    random = {"name": "random", "pruning_ratio": 90, "redraw": True}
+    given = {**SETTINGS, "candidates": [*SETTINGS["candidates"], random]}
+    report = sp.sparsify(model_of(kind), images_of(), 0.6, settings=given).report
+    assert "drawn anew" in report.left_out["random pruning_ratio=90 redraw=True"]
 
 
 def test_a_list_of_images_is_prepared_as_the_model_wants_them(timer):
