@@ -1,16 +1,16 @@
 """What competes (`CONTENDERS`), at which sizes, how long and with how many seeds (`SCALES`), and the runs of a scale.
 
-All of it was fixed before the first run, but for the variant `small` and more seeds of `BEST` (see README.md). This is
-a separate task, not a source of images for `tasks.classification`: the budget is processor time of training without
-evaluations and without making images, evaluations come at fixed times of that clock, images are never seen twice, and
-runs start from a model with other patches. The classification task, with its data sets, epochs and Trainer, has none of
-these. Records, tables, rules of significance and the queue are shared.
+All of it was fixed before the first run, but for what README.md says was added. This is a separate task, not a source
+of images for `tasks.classification`: the budget is processor time of training without evaluations and without making
+images, evaluations come at fixed times of that clock, images are never seen twice, and runs start from a model with
+other patches. The classification task, with its data sets, epochs and Trainer, has none of these. Records, tables,
+rules of significance and the queue are shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import hf_sparseprior
@@ -19,6 +19,7 @@ from tasks.canvases.data import LABELS
 
 WIDEST = 65  # w_max of Fibottention, in tokens
 FIBOTTENTION = {"support": {"name": "fibottention", "w_max": WIDEST}}
+WIDE = {"support": "fibottention"}
 HILBERT = {"support": {**FIBOTTENTION["support"], "order": "hilbert"}}
 DENSE = "dense"
 SPARSIFY = "sparsify"  # what the library calls it
@@ -94,6 +95,7 @@ CONTENDERS = {
             prior={"predictor": {"name": "sparsifiner", "keep_rate": 0.1}},
             predictor_share=0.2,
         ),
+        Contender("fibottention-wide", "Fibottention, w_max a third of the patches, as by default", prior=WIDE),
         Contender("sparsify-0.5", "what sparsify chooses for half of dense inference time", budget=0.5),
         Contender("sparsify-0.25", "what sparsify chooses for a quarter", budget=0.25),
     )
@@ -157,7 +159,8 @@ class Scale:
     device: "cpu" (one thread, processor time) or "cuda" (wall time, bfloat16). model: fields of the config. patch: side
     of the start's patches. start: stages of the dense start. groups: in order. batch, rate: of runs after the start.
     selection_images, test_images: how many the accuracies are of. inference_batch: images a call, for its time.
-    reference: the row that others are compared with.
+    reference: the row that others are compared with. wide: whether Fibottention's w_max is its default in all rows: a
+    third of the patches, as `WIDEST` is less than a row of them.
     """
 
     name: str
@@ -172,6 +175,16 @@ class Scale:
     test_images: int = 1000
     inference_batch: int = 1
     reference: str = "patch-x2"
+    wide: bool = False
+
+    def contender(self, name: str) -> Contender:
+        """A contender as it is here."""
+        own = CONTENDERS[name]
+        support = own.prior.get("support") if isinstance(own.prior, dict) else None
+        if not self.wide or not isinstance(support, dict) or "w_max" not in support:
+            return own
+        settings = {key: value for key, value in support.items() if key != "w_max"}
+        return replace(own, prior={**own.prior, "support": settings})
 
 
 def _model(width: int, layers: int, heads: int, mlp: int) -> dict[str, int]:
@@ -192,7 +205,7 @@ LARGER_PATCHES = ("half", "quarter", "patch-x2", "patch-x4", "patch-x2-fibottent
 BEST = ("patch-x4", "patch-x2-fibottention", "patch-x4-fibottention")  # of the first seeds
 MORE_SEEDS = (1, 2, 3, 4)
 FIRST_ON_GPU = ("dense", "half", "windows", "tome", "fibottention", "fibottention-violin")
-REST_ON_GPU = tuple(name for name in ALL if name not in FIRST_ON_GPU)
+REST_ON_GPU = tuple(name for name in ALL if name not in (*FIRST_ON_GPU, "fibottention-wide"))
 
 SCALES = {
     scale.name: scale
@@ -231,6 +244,7 @@ SCALES = {
             ),
             inference_batch=8,
             reference="half",
+            wide=True,
         ),
         Scale(
             "smoke",
@@ -325,7 +339,7 @@ def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = ()) -
         runs.append(
             Run(
                 *(scale.name, f"{group.side}_{group.variant}", name, seed, group.variant, group.side, group.minutes),
-                *(group.every, group.batch or scale.batch, scale.rate, start, CONTENDERS[name]),
+                *(group.every, group.batch or scale.batch, scale.rate, start, scale.contender(name)),
             )
         )
     variants = dict.fromkeys(run.variant for run in runs)

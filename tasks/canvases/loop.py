@@ -228,11 +228,11 @@ class Training:
 
     def _train(self, stop: StopRequest, callbacks: list[Any]) -> None:
         _, batch = self._canvas()
-        begin, end = (self.ends[self.phase - 1] if self.phase else 0.0), self.ends[self.phase]
-        saved = self.spent
+        end, saved = self.ends[self.phase], self.spent
         if not self.predictor_phase and not self.curve:
             self._evaluate()
             self._save()
+        begin = 60 * self.curve[0]["minutes"] if self.curve else 0.0  # after what came before: a predictor, a search
         while self.spent < end:
             images, labels = self.canvases.batch(self.step * batch, batch)
             started = self.clock()

@@ -66,6 +66,22 @@ def groups_of(scale: Scale, records: Path) -> list[RecordedGroup]:
     return sorted(recorded, key=lambda group: (order.index(group.variant), group.side))
 
 
+def read_machine(records: Path) -> list[dict[str, Any]]:
+    """Where times of inference were measured; nothing without them."""
+    return [read_results(records / TIMES)] if (records / TIMES).is_file() else []
+
+
+def machines(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Processors and versions of torch of what was measured."""
+    about = [(each.get("hardware", {}), each.get("versions", {})) for each in measured]
+    names = [
+        f"{hardware.get('gpu') or hardware.get('cpu')}, torch {versions.get('torch')}" for hardware, versions in about
+    ]
+    if len(kinds := sorted(set(names))) > 1:
+        return "several machines: " + "; ".join(f"{kind} ({names.count(kind)})" for kind in kinds)
+    return kinds[0] if kinds else "not measured yet"
+
+
 def learns_nothing(record: Mapping[str, Any]) -> bool:
     """Whether a run stayed below twice chance at every evaluation."""
     return max(point["validation_accuracy"] for point in record["history"]) < 2 * record["chance"]
@@ -83,21 +99,24 @@ def group_table(runs: Runs, times: Mapping[str, Any]) -> str:
     """A row for each contender of one group, as a Markdown table."""
     columns = (
         *("contender", "patch, pixels", "tokens", "seeds", "test accuracy, %, mean ± std over seeds"),
-        *("95 % interval of one seed over its test images", "minutes of training", "images trained on"),
-        *("ms a training image", "ms of inference an image"),
+        *("95 % interval of one seed over its test images", "minutes", "minutes before training"),
+        *("images trained on", "ms a training image", "ms of inference an image"),
     )
     rows = []
     for row, by_seed in runs.items():
         records = list(by_seed.values())
         right = unpack_correct(records[0]["test_correct"])
         low, high = wilson_interval(int(right.sum()), len(right))
-        images, minutes = fmean(r["images"] for r in records), fmean(r["minutes"] for r in records)
+        begun = [record["history"][0] for record in records]  # after a predictor's phase, or a search
+        before, minutes = fmean(point["minutes"] for point in begun), fmean(r["minutes"] for r in records)
+        images = fmean(r["images"] - point["images"] for r, point in zip(records, begun, strict=True))
         rows.append(
             [
                 *(row, str(records[0]["patch"]), str(records[0]["tokens"]), str(len(records))),
                 spread([record["metrics"]["test_accuracy"] for record in records]),
                 f"{100 * low:.1f} to {100 * high:.1f} (seed {records[0]['seed']})",
-                *(f"{minutes:.1f}", f"{images:.0f}", f"{60_000 * minutes / images:.1f}"),
+                *(f"{minutes:.1f}", f"{before:.1f}" if before else "", f"{images:.0f}"),
+                f"{60_000 * (minutes - before) / images:.1f}",
                 f"{times[row]['ms']:.2f}" if row in times else "not measured",
             ]
         )
@@ -166,7 +185,12 @@ def report_text(scale: Scale, records: Path) -> str:
     check_starts(runs)
     times = read_times(records)
     counted = "processor time of one thread" if scale.device == "cpu" else "wall time of the GPU"
-    parts = [f"Minutes are {counted}, without evaluations and without making images."]
+    every = [record for rows in runs.values() for by_seed in rows.values() for record in by_seed.values()]
+    parts = [
+        f"Minutes are {counted}, without evaluations and without making images. Those before training are of a "
+        "predictor's phase or of a search.",
+        f"Runs: {machines(every)}. Times of inference: {machines(read_machine(records))}.",
+    ]
     for variant in dict.fromkeys(group.variant for group in groups):
         for row, by_seed in read_records(records / start_name(variant)).items():
             record = by_seed[0]
@@ -221,14 +245,16 @@ def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any
     figure, (left, right) = pictures.pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for number, pair in enumerate(BY_PATCHES.items()):
         points: list[tuple[float, float]] = []
+        seeds = set.intersection(*(set(runs[row]) for row in pair if row in runs)) if {*pair} & {*runs} else set()
         for row, marker in zip(pair, ("white", f"C{number}"), strict=True):
-            if row not in runs:
+            if row not in runs or not seeds:
                 continue
-            records = list(runs[row].values())
+            records = [runs[row][seed] for seed in sorted(seeds)]
             kind = "Fibottention" if CONTENDERS[row].is_sparse else "dense"
             style = {"color": f"C{number}", "markerfacecolor": marker, "marker": "o", "markersize": 6}
             line = {**style, "linestyle": "-" if CONTENDERS[row].is_sparse else "--", "linewidth": 1.6}
-            left.plot(*_curve(records), label=f"patches of {records[0]['patch']} pixels, {kind}", **line)
+            label = f"patches of {records[0]['patch']} pixels, {kind}, {_seeds(len(records))}"
+            left.plot(*_curve(records), label=label, **line)
             if row in times:
                 tests = [100 * record["metrics"]["test_accuracy"] for record in records]
                 spread_of = [[fmean(tests) - min(tests)], [max(tests) - fmean(tests)]]
@@ -238,10 +264,10 @@ def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any
             arrow = {"arrowstyle": "->", "color": f"C{number}", "shrinkA": 6, "shrinkB": 6}
             right.annotate("", points[1], points[0], arrowprops=arrow)
     first = next(iter(next(iter(runs.values())).values()))
-    left.set_title(f"{side} pixels, {first['minutes']:.0f} minutes from one dense start", loc="left", fontsize=11)
+    left.set_title(f"{side} pixels, {first['minutes']:.0f} minutes from a dense start", loc="left", fontsize=11)
     left.set(xlabel=_minutes_label(scale), ylabel="accuracy on the selection set, %")
     figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=9, ncols=3, loc="outside lower center")
-    right.set_title("after it: dense (open) to Fibottention", loc="left", fontsize=11)
+    right.set_title("after it: dense (open) to Fibottention; bars: all seeds", loc="left", fontsize=11)
     right.set(xlabel="ms of inference an image", ylabel="test accuracy, %", xscale="log")
     _plain_numbers(right.xaxis)
     right.margins(0.12)
@@ -259,6 +285,10 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[floa
     points = list(zip(*(record["history"] for record in records), strict=False))
     minutes = [fmean(point["minutes"] for point in same_time) for same_time in points]
     return minutes, [100 * fmean(point["validation_accuracy"] for point in same_time) for same_time in points]
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
 
 
 def _plain_numbers(axis: Any) -> None:
@@ -297,7 +327,8 @@ def _draw_curves(axis: Any, runs: Runs) -> None:
     """Selection accuracy over time, the mean over seeds."""
     for row, by_seed in runs.items():
         records = list(by_seed.values())
-        axis.plot(*_curve(records), linewidth=1.3, label=row, **_style(row, records[0], _patches(runs)))
+        label = f"{row}, {_seeds(len(records))}" if len(records) > 1 else row
+        axis.plot(*_curve(records), linewidth=1.3, label=label, **_style(row, records[0], _patches(runs)))
     axis.set_ylabel("accuracy on the selection set, %")
     axis.legend(frameon=False, fontsize=7, ncols=2 if len(runs) > 8 else 1)
 

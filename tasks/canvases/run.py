@@ -8,6 +8,7 @@ and all sizes, minutes, seeds and rates: tasks/canvases/contenders.py.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +25,15 @@ from hf_sparseprior.images.sources.arrays import read_fashion_mnist
 from hf_sparseprior.models.pretrained import weights_sha256
 from hf_sparseprior.runs.command import first_line, run_command
 from hf_sparseprior.runs.results import read_results
-from hf_sparseprior.runs.run_folder import MODEL, RESULTS, InUse, check_place, finished_results, results_of
+from hf_sparseprior.runs.run_folder import (
+    MODEL,
+    RESULTS,
+    InUse,
+    check_place,
+    config_differences,
+    finished_results,
+    results_of,
+)
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.canvases import commands, report, times
 from tasks.canvases.contenders import CONTENDERS, SCALES, Run, Scale, runs_of
@@ -91,7 +100,7 @@ class Experiment:
         return results_of(self.folder(run), run.config(self.scale))
 
     def check(self) -> None:
-        """Refuse folders of other runs, and a mixture of starts, before anything runs.
+        """Refuse folders and records of other runs, and a mixture of starts, before anything runs.
 
         Raises:
             ValueError, OSError: the message has the folder.
@@ -99,6 +108,7 @@ class Experiment:
         check_place(self.out, "--out")
         check_place(self.records, "--records")
         for run in self.runs:
+            self._check_record(run)
             if self.is_done(run) or self.dropped(run):
                 continue
             with suppress(InUse):  # the queue waits for what another command does
@@ -109,6 +119,17 @@ class Experiment:
                     f"({min(starts)[:8]}) that is not in --out {self.out}; runs of one seed have one start: give the "
                     "folder of those runs, other --seeds, or another folder of records"
                 )
+
+    def _check_record(self, run: Run) -> None:
+        """Refuse the record of a run of this name that was done otherwise."""
+        recorded = read_records(self.records / run.group).get(run.row, {}).get(run.seed)
+        if recorded is None:
+            return
+        if changes := config_differences(recorded["config"], json.loads(json.dumps(run.config(self.scale)))):
+            raise ValueError(
+                f"--records {self.records} has {run.name} of another configuration ({'; '.join(changes)}); remove that "
+                "record, or give another folder"
+            )
 
     def _recorded_starts(self, run: Run) -> set[str]:
         """SHA-256 of the models that the recorded runs of this group and seed began with."""

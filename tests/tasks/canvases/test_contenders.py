@@ -19,7 +19,7 @@ def test_the_command_knows_the_scales():
 
 def test_the_cpu_scale_is_as_it_was_fixed():
     runs = runs_of(SCALES["cpu"])
-    assert len(runs) == 113
+    assert len(runs) == 115
     assert {run.minutes for run in runs if not run.is_start} == {8, 10}
     for side in (128, 256):
         rows = [run for run in runs if run.group == f"{side}_class"]
@@ -37,6 +37,20 @@ def test_the_gpu_scale_begins_with_four_then_six_minutes_in_the_fixed_order():
     first = runs[len(starts) :][:6]
     assert tuple(run.row for run in first) == contenders.FIRST_ON_GPU
     assert {(run.minutes, run.side, run.seed) for run in first} == {(1, 1024, 0)}
+
+
+def test_fibottention_reaches_further_on_a_gpu():
+    """There a row of patches is longer than `w_max` of the CPU's scale, so no patch would see the one above it."""
+    cpu, gpu = SCALES["cpu"], SCALES["gpu"]
+    for name in ("fibottention", "fibottention-hilbert", "fibottention-violin", "patch-x4-fibottention"):
+        assert cpu.contender(name) == CONTENDERS[name] and CONTENDERS[name].prior["support"]["w_max"] == 65
+        own = gpu.contender(name).prior
+        assert own == {**CONTENDERS[name].prior, "support": own["support"]}
+        assert {**own["support"], "w_max": 65} == CONTENDERS[name].prior["support"]
+    assert all(gpu.contender(name) == CONTENDERS[name] for name in ("dense", "windows", "longformer", "tome"))
+    by_default = SparsePriorViTConfig(image_size=1024, patch_size=8, prior=gpu.contender("fibottention").prior)
+    assert by_default.prior == SparsePriorViTConfig(image_size=1024, patch_size=8, prior="fibottention").prior
+    assert "fibottention-wide" not in {run.row for run in runs_of(gpu)}  # which would be the same
 
 
 @each("scale", SCALES.values())

@@ -64,11 +64,31 @@ def test_the_table_has_means_intervals_and_paired_differences(tmp_path, undrawn,
     text = (tmp_path / "table.md").read_text()
     low, high = wilson_interval(55, 100)
     interval = f"{100 * low:.1f} to {100 * high:.1f} (seed 0)"
-    assert f"| fibottention | 4 | 1024 | 3 | 56.33 ± 1.53 | {interval} | 8.0 | 2400 | 200.0 | 12.35 |" in text
+    assert f"| fibottention | 4 | 1024 | 3 | 56.33 ± 1.53 | {interval} | 8.0 |  | 2400 | 200.0 | 12.35 |" in text
     assert "| dense | 4 | 1024 | 1 | 30.00 |" in text and "not measured" in text
     assert "| fibottention | +5.00, +6.00, +5.00 | +5.33 ± 0.33 |" in text and "significantly above" in text
     assert RULE in text and "minus patch-x2" in text
     assert "Without a record: half, quarter" in text and text in capsys.readouterr().out
+
+
+def test_what_comes_before_training_is_apart(tmp_path):
+    """The time and the smaller images of Sparsifiner's first phase are in its minutes, and not in those of an image."""
+    one = record("sparsifiner", 0, 0.5)
+    one["history"][0] |= {"minutes": 2.0, "images": 1400}
+    add_records(tmp_path / "128_class", [("sparsifiner", one)])
+    assert "| 8.0 | 2.0 | 1000 | 360.0 | not measured |" in report_text(SCALES["cpu"], tmp_path)
+
+
+def test_machines_are_named(tmp_path):
+    rows = [("half", record("half", seed, 0.5)) for seed in range(3)]
+    for (_, one), cpu in zip(rows, ("A", "A", "B"), strict=True):
+        one |= {"hardware": {"cpu": cpu}, "versions": {"torch": "2"}}
+    add_records(tmp_path / "128_class", rows[:2])
+    assert "Runs: A, torch 2. Times of inference: not measured yet." in report_text(SCALES["cpu"], tmp_path)
+    add_records(tmp_path / "128_class", rows[2:])
+    write_results(tmp_path / TIMES, {"times": {}, "hardware": {"cpu": "x", "gpu": "G"}, "versions": {"torch": "3"}})
+    text = report_text(SCALES["cpu"], tmp_path)
+    assert "Runs: several machines: A, torch 2 (2); B, torch 2 (1). Times of inference: G, torch 3." in text
 
 
 def test_groups_come_by_variant_and_side(tmp_path):
@@ -115,7 +135,7 @@ def test_every_contender_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure) or path)
     draw(SCALES["cpu"], tmp_path)
     left, right = figures[0].axes
-    curves = {line.get_label(): line for line in left.lines}
+    curves = {line.get_label().removesuffix(", 2 seeds"): line for line in left.lines}
     for name, accuracies_of in accuracies.items():
         ends = 100 * np.mean([round(100 * value) / 100 for value in accuracies_of])
         assert curves[name].get_xdata()[-1] == 8 and curves[name].get_ydata()[-1] == pytest.approx(
@@ -141,7 +161,7 @@ def test_sparse_rows_are_compared_with_dense_ones_of_the_same_patches(tmp_path):
 
 
 def test_each_size_of_patches_has_a_dense_and_a_sparse_curve(tmp_path, monkeypatch):
-    """Of the largest canvases where a size has both."""
+    """Of the largest canvases where a size has both, over the seeds that both have."""
     figures = []
     monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure) or path)
     write(tmp_path, "256_class", **{"patch-x4": [0.5], "half": [0.4]})
@@ -153,13 +173,13 @@ def test_each_size_of_patches_has_a_dense_and_a_sparse_curve(tmp_path, monkeypat
     lines = {line.get_label(): line for line in left.lines if not line.get_label().startswith("_")}
     dense, sparse, large = lines.values()
     assert list(lines) == [
-        f"patches of {kind}" for kind in ("4 pixels, dense", "4 pixels, Fibottention", "8 pixels, dense")
+        f"patches of {kind}, 1 seed" for kind in ("4 pixels, dense", "4 pixels, Fibottention", "8 pixels, dense")
     ]
-    assert dense.get_ydata()[-1] == pytest.approx(32) and sparse.get_ydata()[-1] == pytest.approx(40)
+    assert dense.get_ydata()[-1] == pytest.approx(30) and sparse.get_ydata()[-1] == pytest.approx(40)
     assert dense.get_color() == sparse.get_color() != large.get_color()
-    assert left.get_title("left") == "128 pixels, 8 minutes from one dense start"
+    assert left.get_title("left") == "128 pixels, 8 minutes from a dense start"
     (arrow,) = right.texts
-    assert arrow.xyann == (9.0, pytest.approx(32)) and arrow.xy == (3.0, pytest.approx(40))
+    assert arrow.xyann == (9.0, pytest.approx(30)) and arrow.xy == (3.0, pytest.approx(40))
     pictures.pyplot().close(figures[0])
 
 

@@ -1,5 +1,6 @@
 """Runs: what they leave, that a stop changes nothing, who may do them, and what is left out."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -154,9 +155,16 @@ def test_what_sparsify_chooses_is_trained_and_its_time_counts(started, small, mo
         asked.append((model.config.prior_name, tuple(images.shape), budget, settings["seed"]))
         return SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(prior="neighborhood")))
 
+    rates, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *given: (rates.append(self.param_groups[0]["lr"]), step(self, *given))
+    )
     monkeypatch.setattr(hf_sparseprior, "sparsify", choose, raising=False)
     run = runs_of(small.of(["sparsify-0.5"]))[1]
     results = done(run, small.of(["sparsify-0.5"]), started)
+    shares = np.arange(11) / 11  # the rate rises after the choice, and falls as of every other run
+    expected = 3e-4 * np.minimum(1, np.maximum(shares, 0.005) / 0.05) * (0.5 + 0.5 * np.cos(np.pi * shares))
+    assert np.allclose(rates, expected, rtol=0.02)
     assert asked == [("dense", (32, 1, 64, 64), 0.5, 0)] and results["prior"] == "neighborhood"
     assert results["history"][0]["minutes"] * 60 == 0.5 and results["images"] == 2 * 11 and results["seconds"] == 6
 
@@ -211,6 +219,18 @@ def test_records_are_enough(small, tmp_path, capsys):
     assert main(command(tmp_path, "--only", "dense", "half")) == 0 and not (tmp_path / "out").exists()
     assert main(command(tmp_path)) == 2 and not (tmp_path / "out").exists()
     assert "from a start (" in capsys.readouterr().err
+
+
+def test_a_record_of_another_configuration_is_refused(small, tmp_path, monkeypatch, capsys):
+    """A row of the same name that was something else would be averaged with it."""
+    assert main(["--scale", "smoke", "--out", str(tmp_path / "out"), "--records", str(tmp_path / "records")]) == 0
+    capsys.readouterr()
+    changed = dataclasses.replace(CONTENDERS["fibottention"], prior="fibottention")
+    monkeypatch.setitem(CONTENDERS, "fibottention", changed)
+    assert main(["--scale", "smoke", "--out", str(tmp_path / "new"), "--records", str(tmp_path / "records")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "has 64_class/fibottention seed 0 of another configuration (contender.prior" in error
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_seed_may_have_another_start(small, tmp_path, monkeypatch, capsys):
