@@ -12,7 +12,7 @@ from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import recovery, timing
 from hf_sparseprior.sparsification.baselines import Compared
 from hf_sparseprior.sparsification.candidates import parse_candidates
-from hf_sparseprior.sparsification.data import Images
+from hf_sparseprior.sparsification.data import Images, split
 from hf_sparseprior.sparsification.recovery import STATE, Recovery
 from hf_sparseprior.sparsification.settings import Settings
 from hf_sparseprior.sparsification.subject import Subject
@@ -169,6 +169,39 @@ def test_a_state_of_other_settings_or_that_is_damaged_is_refused(tmp_path):
         learner("ours", path=tmp_path / STATE)
 
 
+@each("kind", ["ours", "transformers"])
+def test_the_loss_of_a_step_is_the_sum_of_its_three_parts(kind):
+    """Class probabilities, the tokens of the last block, and what the class token attends to; written out here."""
+    subject, made, images = learner(kind)
+    pixels, found, models = images[:4], [], (subject.model, made.model)
+    for model in models:
+        tokens, name = [], next(name for name, module in subject.model.named_modules() if module is made.blocks[0])
+        handle = model.get_submodule(name).register_forward_hook(lambda *given, tokens=tokens: tokens.append(given[2]))
+        with torch.no_grad():
+            output = model(pixels, output_attentions=True)
+        handle.remove()
+        last = tokens[0] if isinstance(tokens[0], torch.Tensor) else tokens[0][0]
+        found.append((output.logits.double().softmax(-1), last.double(), torch.stack(output.attentions)[..., 0, :]))
+    (dense, before, rows), (own, after, own_rows) = found
+    parts = [
+        (dense * (dense / own).log()).sum(-1).mean(),
+        (after - before).square().sum() / before.square().sum(),
+        (rows * (rows / own_rows).log()).sum(-1).mean(),
+    ]
+    assert min(float(part) for part in parts) > 1e-4
+    assert made._backward(pixels, 1.0) == pytest.approx(float(sum(parts)), rel=1e-3)
+
+
+def test_recovery_never_sees_the_test(monkeypatch):
+    monkeypatch.setattr(timing, "seconds_of_rounds", Timer())
+    images = images_of(40)
+    others = images.clone()
+    others[split(Images(40, images.__getitem__), 6, 1000, 0).test] = torch.nan
+    given = {**SETTINGS, "minutes": 2, "learning_rate": 1e-3}
+    plain, changed = (sp.sparsify(model_of("ours"), each, 0.6, settings=given).model for each in (images, others))
+    assert all(torch.equal(value, changed.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
 def test_a_loss_that_is_not_finite_ends_it():
     _, made, _ = learner("ours", learning_rate=1e30)
     with pytest.raises(ValueError, match=r"recovery: the loss of step \d+ is (nan|inf); lower learning_rate=1e\+30"):
@@ -181,7 +214,10 @@ def test_sparsify_recovers(monkeypatch, tmp_path):
     found = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=given, out=tmp_path / "out")
     rows = {row.name: row for row in found.report.rows}
     assert rows["after recovery"].share == rows["the choice"].share and found.report.minutes == 5
-    assert not (tmp_path / "out" / STATE).exists()
+    assert not list((tmp_path / "out").glob(f"*{STATE}"))
+    loaded = type(found.model).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images_of(2)).logits, found.model(images_of(2)).logits)
     plain = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS)
     assert found.report.layers == plain.report.layers
     assert any(
