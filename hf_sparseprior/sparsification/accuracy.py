@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hf_sparseprior.sparsification.subject import CHANGE, Subject
 
 ACCURACY, AGREEMENT = "accuracy", "agreement with the dense model's top class"
 BATCH = 16
+SAID_EVERY = 20.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,27 @@ def measure_name(subject: Subject, images: Images) -> str:
 
 @torch.no_grad()
 def measured(
-    subject: Subject, images: Images, test: list[int], models: Mapping[str, Callable[[Tensor], Tensor]]
+    subject: Subject,
+    images: Images,
+    test: list[int],
+    models: Mapping[str, Callable[[Tensor], Tensor]],
+    say: Callable[[str], None],
 ) -> dict[str, Scored]:
     """What `measure_name` says, of each model, which maps images to outputs. Images that cannot be read are left out.
+
+    Args:
+        say: gets a line of progress each `SAID_EVERY` seconds.
 
     Raises:
         OSError: if none can be read.
     """
     values: dict[str, list[float]] = {name: [] for name in models}
     by_dense: list[float] = []
-    for wanted in images.batches(test, BATCH):
+    said = monotonic()
+    for number, wanted in enumerate(images.batches(test, BATCH)):
+        if monotonic() - said >= SAID_EVERY:
+            said = monotonic()
+            say(f"testing: {number * BATCH} of {len(test)} images")
         if not (read := images.readable(wanted)):
             continue
         numbers, pixels = list(read), torch.stack(list(read.values()))

@@ -174,7 +174,8 @@ class _Job:
             if settings.recover_all:
                 tested.append(self._recovered(rival, f"{rival.name}, after recovery"))
         search.say(f"testing {len(tested)} models on {len(self.parts.test)} images")
-        values = measured(search.subject, self.images, self.parts.test, {each.name: each for each in tested})
+        models = {each.name: each for each in tested}
+        values = measured(search.subject, self.images, self.parts.test, models, search.say)
         if left_out := list(self.images.unreadable.values()):
             search.say(f"left out, as they cannot be read: {len(left_out)} images; {'; '.join(left_out[:SHOWN])}")
         rows = [

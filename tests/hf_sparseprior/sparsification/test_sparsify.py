@@ -1,9 +1,9 @@
 import copy
+import itertools
 import json
 import math
 import os
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -159,7 +159,7 @@ def test_a_choice_near_the_budget_is_found_where_predictions_are_of_no_use(timer
     plain = fake.whole
     fake.whole = lambda name: plain(name) ** 2 if name.startswith("choice") else plain(name)
     report = sp.sparsify(model_of("ours"), images_of(), 0.4, settings=SETTINGS).report
-    possible = {(1 - sum(saved)) ** 2 for saved in product((0.0, 0.2, 0.15, 0.125), repeat=3)}
+    possible = {(1 - sum(saved)) ** 2 for saved in itertools.product((0.0, 0.2, 0.15, 0.125), repeat=3)}
     nearest = max(share for share in possible if share <= 1.05 * 0.4)
     assert 0.36 <= report.measured <= nearest + 1e-9
 
@@ -281,6 +281,16 @@ def test_accuracy_is_that_of_the_test_images(kind, timer):
         assert rows[name].difference == ((won - lost) / 20, *paired_interval(won, lost, 20))
     assert f"| {points(rows['the choice'].difference)} |" in found.report.to_markdown()
     assert found.report.measure == "accuracy"
+
+
+def test_a_long_test_says_how_far_it_is(timer, monkeypatch):
+    timer()
+    now = itertools.count(step=15.0)
+    monkeypatch.setattr("hf_sparseprior.sparsification.accuracy.monotonic", lambda: next(now))
+    lines = []
+    sp.sparsify(model_of("ours"), images_of(100), 0.6, settings=SETTINGS, say=lines.append)
+    testing = [line for line in lines if line.startswith("testing: ")]
+    assert testing[0] == "testing: 16 of 50 images" and len(testing) >= 2
 
 
 def test_without_labels_it_is_agreement_and_named_so(timer):
