@@ -583,3 +583,12 @@ def draw_matrices(
     add_share_bar(figure, axes, "viridis")
     figure.suptitle(heading, fontsize=10)
     return save(figure, path)
+
+
+def plain_numbers(axis: Any) -> None:
+    """1, 2, 5, 10, ... on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

@@ -269,7 +269,7 @@ def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any
     figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=9, ncols=3, loc="outside lower center")
     right.set_title("after it: dense (open) to Fibottention; bars: all seeds", loc="left", fontsize=11)
     right.set(xlabel="ms of inference an image", ylabel="test accuracy, %", xscale="log")
-    _plain_numbers(right.xaxis)
+    pictures.plain_numbers(right.xaxis)
     right.margins(0.12)
     if not times:
         right.text(0.5, 0.5, NO_TIMES, ha="center", transform=right.transAxes, color="0.5")
@@ -289,15 +289,6 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[floa
 
 def _seeds(count: int) -> str:
     return "1 seed" if count == 1 else f"{count} seeds"
-
-
-def _plain_numbers(axis: Any) -> None:
-    """1, 2, 5, 10, ... on a logarithmic axis."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _minutes_label(scale: Scale) -> str:
@@ -357,7 +348,7 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
     axis.plot([], [], "o--", color="0.4", markerfacecolor="white", label="dense")
     axis.plot([], [], "o-", color="0.4", label="sparse")
     axis.set_xscale("log")
-    _plain_numbers(axis.xaxis)
+    pictures.plain_numbers(axis.xaxis)
     axis.margins(0.15)
     axis.legend(frameon=False, fontsize=7)
 

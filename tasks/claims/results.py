@@ -54,7 +54,8 @@ are of this scale. `python -m tasks.claims.results` makes this page from the rec
 
 Elsewhere: [which prior for which problem](choose.md), [results in words](results-in-words.md), [what the papers claim
 and whether it holds here](claims.md), [times, memory and throughput](../tasks/benchmark/RESULTS.md), [large images at
-equal time](../tasks/canvases/results/cpu/table.md)."""
+equal time](../tasks/canvases/results/cpu/table.md), [a dense model made
+sparse](../tasks/classification/RESULTS.md#a-dense-model-made-sparse-on-larger-images)."""
 
 
 @dataclass(frozen=True)

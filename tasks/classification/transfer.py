@@ -271,7 +271,7 @@ def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """A panel for each data set and size: accuracy over time, before (open) and after recovery (filled)."""
     plt = pictures.pyplot()
     rows, columns = len(found), max(len(record["reports"]) for record in found.values())
-    figure, axes = plt.subplots(rows, columns, figsize=(6.5 * columns, 4.2 * rows), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=(6.5 * columns, 4.8 * rows), squeeze=False, layout="constrained")
     for line, (name, record) in zip(axes, found.items(), strict=True):
         for axis, report, smaller in zip(line, record["reports"], record["smaller"], strict=False):
             _draw_panel(axis, report, smaller)
@@ -296,11 +296,14 @@ def _draw_panel(axis: Any, report: Mapping[str, Any], smaller: Sequence[Mapping[
         axis.annotate(f"{each['size']} px", (each["share"], 100 * interval(each)["value"]), (4, 4), **ABOVE)
     axis.plot([], [], "x", color=pictures.INK, label="dense, trained on smaller images")
     axis.set_xscale("log")
+    pictures.plain_numbers(axis.xaxis)
+    axis.margins(0.12)
     axis.set_xlabel("share of the dense model's time")
     axis.set_ylabel("test accuracy, %")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=7, title="open: before recovery, filled: after", title_fontsize=7)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+    axis.legend(frameon=False, fontsize=7, title="open: before recovery, filled: after", title_fontsize=7, **place)
 
 
 def write_report(records: Path) -> None:
