@@ -302,8 +302,8 @@ def _draw_panel(axis: Any, report: Mapping[str, Any], smaller: Sequence[Mapping[
     axis.set_ylabel("test accuracy, %")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
-    axis.legend(frameon=False, fontsize=7, title="open: before recovery, filled: after", title_fontsize=7, **place)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+    axis.legend(frameon=False, fontsize=7, title="open: before recovery, filled: after", title_fontsize=7, **below)
 
 
 def write_report(records: Path) -> None:
