@@ -11,11 +11,10 @@ import shutil
 import sys
 import tempfile
 from contextlib import redirect_stdout
-from multiprocessing import forkserver
 from pathlib import Path
 
 from hf_sparseprior.base.variables import variables_set
-from tests.processes import IMPORTED
+from tests.processes import IMPORTED, start_server
 
 ADDED = ("every_other", "columns", "few_tokens", "cross", "sandwich_vit")
 # What may fail then: each name is to stand in the table of what exists.
@@ -76,4 +75,4 @@ def pytest_configure(config):
     multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTED, *modules])
     IMPORTED.extend(modules)
     with variables_set({"OMP_NUM_THREADS": "1"}):
-        forkserver.ensure_running()
+        start_server()

@@ -24,10 +24,12 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+BACKEND = "SPARSEPRIOR_BACKEND"
 IMPORTED = [
     *("hf_sparseprior.training", "tasks.classification.train", "torch.distributed.launcher.api"),
     *("matplotlib.pyplot", "sklearn.datasets", "datasets"),
@@ -59,6 +61,7 @@ class Started:
         context = multiprocessing.get_context("fork" if here and torch.get_num_threads() == 1 else "forkserver")
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload(IMPORTED)
+            start_server()
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
         self._process = context.Process(target=_run, args=(str(folder), str(log), variables, call, arguments))
         self._process.start()
@@ -85,6 +88,18 @@ class Started:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
+
+
+def start_server() -> None:
+    """Start multiprocessing's server, if none runs, without a backend that the test forces: it would be forced on all
+    processes that later tests start from it.
+    """
+    before = os.environ.pop(BACKEND, None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is not None:
+            os.environ[BACKEND] = before
 
 
 def module(name: str, *arguments: str, processes: int = 1, **place: Any) -> Started:
