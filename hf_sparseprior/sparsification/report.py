@@ -23,7 +23,7 @@ class Row:
     95 % interval; None: not measured, and `note` says why. changes: of the config, which make the model from the
     dense one: a prior, or an image size (height, width). difference: (difference, low, high) of accuracy to the dense
     model, image by image, with its 95 % interval. recovers, steps: the name of the row that this one is after recovery,
-    and the steps of that, of which a faster model makes more in the same minutes.
+    and its steps: a faster model makes more in the same minutes.
     """
 
     name: str

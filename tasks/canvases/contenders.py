@@ -178,7 +178,7 @@ class Scale:
     wide: bool = False
 
     def contender(self, name: str) -> Contender:
-        """A contender as it is here."""
+        """A contender with the prior that this scale gives it."""
         own = CONTENDERS[name]
         support = own.prior.get("support") if isinstance(own.prior, dict) else None
         if not self.wide or not isinstance(support, dict) or "w_max" not in support:

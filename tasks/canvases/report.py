@@ -245,11 +245,12 @@ def _patches_figure(scale: Scale, side: int, runs: Runs, times: Mapping[str, Any
     figure, (left, right) = pictures.pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for number, pair in enumerate(BY_PATCHES.items()):
         points: list[tuple[float, float]] = []
-        seeds = set.intersection(*(set(runs[row]) for row in pair if row in runs)) if {*pair} & {*runs} else set()
+        rows = [runs[row] for row in pair if row in runs]
+        seeds = [seed for seed in rows[0] if all(seed in row for row in rows)] if rows else []
         for row, marker in zip(pair, ("white", f"C{number}"), strict=True):
             if row not in runs or not seeds:
                 continue
-            records = [runs[row][seed] for seed in sorted(seeds)]
+            records = [runs[row][seed] for seed in seeds]
             kind = "Fibottention" if CONTENDERS[row].is_sparse else "dense"
             style = {"color": f"C{number}", "markerfacecolor": marker, "marker": "o", "markersize": 6}
             line = {**style, "linestyle": "-" if CONTENDERS[row].is_sparse else "--", "linewidth": 1.6}

@@ -134,7 +134,7 @@ def do(data: str, out: Path, records: Path, cases: Sequence[Case] = CASES, chang
     images, labels = photos(configs[SIZES[0]])
     reports = [faster(out / data, case, images, labels) for case in cases]
     models = {size: load_predictor(out / data / f"dense_{size}", device="cpu") for size in sizes}
-    right = {size: count_right(models[size].call, models[size].prepare, images, labels) for size in sizes[:-1]}
+    right = {size: count_right(models[size], images["test"], labels["test"]) for size in sizes[:-1]}
     content = {
         "data": configs[SIZES[0]]["data"],
         "dense": [
@@ -185,10 +185,10 @@ def faster(out: Path, case: Case, images: Mapping[str, list[Any]], labels: Mappi
     return read_results(folder / JSON)
 
 
-def count_right(call: Any, prepare: Any, images: Mapping[str, list[Any]], labels: Mapping[str, list[int]]) -> int:
-    """How many test images a model classifies rightly. call: from pixels (B, C, height, width) to tensors by name."""
-    found = [call(prepare(images["test"][at : at + BATCH]))["logits"] for at in range(0, len(images["test"]), BATCH)]
-    return int((torch.cat(found).argmax(-1) == torch.tensor(labels["test"])).sum())
+def count_right(model: Predictor, images: Sequence[Any], labels: Sequence[int]) -> int:
+    """How many images a model classifies rightly."""
+    found = [model.found(images[at : at + BATCH])["logits"] for at in range(0, len(images), BATCH)]
+    return int((torch.cat(found).argmax(-1) == torch.tensor(labels)).sum())
 
 
 def shares(models: Mapping[int, Predictor], size: int, image: Sequence[Any]) -> dict[int, float]:

@@ -78,22 +78,26 @@ class Killed(BaseException):
     """Ends training as a signal does."""
 
 
+def killed_after(training, step):
+    """Training that a signal ends when so many steps are done."""
+    steps = training._step
+
+    def die(progress):
+        if training.steps == step:
+            raise Killed
+        return steps(progress)
+
+    training._step = die
+    with pytest.raises(Killed):
+        training.run(lambda line: None)
+
+
 @each("kind", BUILDERS)
 def test_training_that_was_killed_goes_on_as_if_it_had_not_been(kind, tmp_path):
     path = tmp_path / kind
     _, plain, _ = learner(kind, minutes=4)
     expected = plain.run(lambda line: None).state_dict()
-    _, first, _ = learner(kind, minutes=4, path=path)
-    steps = first._step
-
-    def die(progress):
-        if first.steps == 14:
-            raise Killed
-        return steps(progress)
-
-    first._step = die
-    with pytest.raises(Killed):
-        first.run(lambda line: None)
+    killed_after(learner(kind, minutes=4, path=path)[1], 14)
     _, second, _ = learner(kind, minutes=4, path=path)
     assert second.steps == 12  # of the last whole minute
     found = second.run(lambda line: None).state_dict()
@@ -117,17 +121,7 @@ def test_dropout_and_statistics_are_those_of_one_run(family, tmp_path):
     state = torch.random.get_rng_state()
     expected = made().run(lambda line: None).state_dict()
     assert torch.equal(torch.random.get_rng_state(), state)  # the caller draws what they would have drawn
-    first = made(tmp_path / family)
-    steps = first._step
-
-    def die(progress):
-        if first.steps == 8:
-            raise Killed
-        return steps(progress)
-
-    first._step = die
-    with pytest.raises(Killed):
-        first.run(lambda line: None)
+    killed_after(made(tmp_path / family), 8)
     second = made(tmp_path / family)
     torch.manual_seed(5)
     found = second.run(lambda line: None).state_dict()
