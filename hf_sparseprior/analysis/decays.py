@@ -14,6 +14,8 @@ from hf_sparseprior.attention.plan import AttentionPlan, decay_positions
 from hf_sparseprior.base.resolved import Settings
 from hf_sparseprior.patterns.decay import Decay, decay_mask, decay_weights
 
+BLOCK = 1 << 22  # distances at a time
+
 
 @torch.no_grad()
 def learned_decay_masks(model: Any) -> list[Tensor]:
@@ -51,26 +53,32 @@ class LearnedDecay:
 
     def mask_row(self, patch: int) -> Tensor:
         """M (H, N) of one patch with all patches (VIOLIN Eq. 13)."""
-        return decay_weights(self.beta, _distances(self.positions, patch), torch.float64)
+        return decay_weights(self.beta, _distances(self.positions, slice(patch, patch + 1)), torch.float64)[:, 0]
 
     def curve_row(self, curve: int, beta: float, patch: int) -> Tensor:
         """gamma^distance (N,) of one patch along one curve alone, for any beta (VIOLIN Figures 4 and 11)."""
-        distances = _distances(self.positions[curve : curve + 1], patch)
-        return decay_weights(torch.full((1, 1), beta, dtype=torch.float64), distances, torch.float64)[0]
+        distances = _distances(self.positions[curve : curve + 1], slice(patch, patch + 1))
+        return decay_weights(torch.full((1, 1), beta, dtype=torch.float64), distances, torch.float64)[0, 0]
 
-    def mask_mean_and_min(self) -> tuple[float, float]:
-        """Mean and smallest value of M over all heads and pairs, computed row by row: M itself is never formed."""
-        total, low = 0.0, 1.0
-        for patch in range(self.positions.shape[-1]):
-            row = self.mask_row(patch)
-            total, low = total + row.mean().item(), min(low, row.min().item())
-        return total / self.positions.shape[-1], low
+    def mask_mean_and_min(self, device: torch.device | str = "cpu") -> tuple[float, float]:
+        """Mean and smallest value of M over all heads and pairs, computed on a device by some rows at a time: M itself
+        is never formed.
+        """
+        beta, positions = self.beta.to(device), self.positions.to(device)
+        count = positions.shape[-1]
+        step = max(1, BLOCK // positions.numel())
+        sums, lows = [], []
+        for first in range(0, count, step):
+            rows = decay_weights(beta, _distances(positions, slice(first, first + step)), torch.float64)
+            sums.append(rows.sum())
+            lows.append(rows.min())
+        return torch.stack(sums).sum().item() / (beta.shape[1] * count**2), torch.stack(lows).min().item()
 
 
-def _distances(positions: Tensor, patch: int) -> Tensor:
-    """Distances (C, N) of one patch to all patches, from positions (C, A, N)."""
+def _distances(positions: Tensor, rows: slice) -> Tensor:
+    """Distances (C, R, N) of R patches to all patches, from positions (C, A, N)."""
     positions = positions.to(torch.float64)
-    return (positions - positions[..., patch, None]).abs().sum(1)
+    return (positions[..., rows, None] - positions.unsqueeze(-2)).abs().sum(1)
 
 
 def learned_decays(model: nn.Module) -> list[LearnedDecay]:

@@ -94,7 +94,8 @@ def gathered_at_once(q: Tensor, k: Tensor, v: Tensor, key_ids: Tensor, factor: T
     return (probs.unsqueeze(-2) @ values).squeeze(-2)
 
 
-GATHERED_BLOCK = 1 << 22  # numbers in the gathered keys of a block
+# Numbers in the gathered keys of a block, by whether they are on a GPU, where many small blocks would wait for Python.
+GATHERED_BLOCK = {False: 1 << 22, True: 1 << 26}
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -108,7 +109,7 @@ class GatheredAttention(torch.autograd.Function):
     def blocks(q: Tensor, key_ids: Tensor) -> range:
         """First rows of the blocks."""
         batch, heads, tokens, width = q.shape
-        rows = max(1, GATHERED_BLOCK // max(1, batch * heads * key_ids.shape[-1] * width))
+        rows = max(1, GATHERED_BLOCK[q.is_cuda] // max(1, batch * heads * key_ids.shape[-1] * width))
         return range(0, tokens, rows)
 
     @staticmethod
@@ -132,6 +133,7 @@ class GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_ids: Tensor, factor: Tensor | None) -> Tensor:
         """See the class."""
+        k, v = k.contiguous(), v.contiguous()  # or each block would copy them
         ctx.save_for_backward(q, k, v, key_ids, factor)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         blocks = GatheredAttention.blocks(q, key_ids)
@@ -145,7 +147,7 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Recomputes each block's probabilities."""
         q, k, v, key_ids, factor = ctx.saved_tensors
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros(k.shape).to(k), torch.zeros(v.shape).to(v)
+        grad_q, grad_k, grad_v = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
         grad_factor = None if factor is None else torch.empty_like(factor)
         blocks = GatheredAttention.blocks(q, key_ids)
         for first in blocks:

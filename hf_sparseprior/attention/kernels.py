@@ -210,10 +210,18 @@ def _pair_weights(plan: AttentionPlan, scalars: DecayScalars) -> Tensor:
             scalars.alpha,
             plan.offset_pairs,
         )
-    distances, pairs = (plan_table(plan, name, device) for name in ("pair_distances", "pair_counts"))
-    log_gamma = scalars.log_gamma.repeat_interleave(pairs, dim=1, output_size=distances.shape[1])
-    alpha = scalars.alpha.repeat_interleave(pairs, output_size=distances.shape[1])
+    distances = plan_table(plan, "pair_distances", device)
+    log_gamma, alpha = (_of_pairs(scalar, plan.head_pairs) for scalar in (scalars.log_gamma, scalars.alpha))
     return torch.exp(distances * log_gamma).mean(0) * alpha
+
+
+def _of_pairs(scalars: Tensor, counts: Sequence[int]) -> Tensor:
+    """The scalars (..., H) of each head, once for each of its pairs: (..., pairs).
+
+    On a GPU the gradient of `repeat_interleave` would be added up in an order that changes from run to run.
+    """
+    heads = zip(scalars.unbind(-1), counts, strict=True)
+    return torch.cat([scalar.unsqueeze(-1).expand(*scalar.shape, count) for scalar, count in heads], -1)
 
 
 def _diagonal_kernel(request: AttentionRequest, kernel: Callable[..., Tensor], heads_table: str) -> Tensor:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
 from hf_sparseprior.attention.plain_operations import plain
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """For scores whose order must not depend on rounding. On "meta", which has no numbers, there is no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def largest(values: Tensor, count: int) -> Tensor:

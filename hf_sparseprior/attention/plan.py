@@ -108,6 +108,7 @@ class AttentionPlan:
         # patches come.
         self.ranks: np.ndarray | None = None
         self.density, self.has_pairs, self.repeats_frame, self.list_bytes, self.offset_pairs = 1.0, False, False, 0, 0
+        self.head_pairs: list[int] = []
         # Share of the pairs by which the time of a sparse backend goes.
         self.cost_density = 1.0
         if pattern is None:
@@ -128,8 +129,9 @@ class AttentionPlan:
             return
         self.offsets = pattern.offsets
         self.ranks = pattern.ranks
-        # Of pairs (j, j + o), over all heads.
-        self.offset_pairs = sum(self.num_tokens - offset for head in self.offsets for offset in head)
+        # Of pairs (j, j + o), in each head and over all.
+        self.head_pairs = [sum(self.num_tokens - offset for offset in head) for head in self.offsets]
+        self.offset_pairs = sum(self.head_pairs)
 
     @classmethod
     def from_key(cls, key: str) -> AttentionPlan:
@@ -379,12 +381,6 @@ def _pair_distances(plan: AttentionPlan) -> np.ndarray:
     ]
     empty = np.zeros((positions.shape[0], 0))
     return np.concatenate([empty, *blocks], axis=1).astype(np.float32)
-
-
-@registering("table", TABLES, "pair_counts")
-def _pair_counts(plan: AttentionPlan) -> np.ndarray:
-    """How many pairs (j, j + o) each head has, int64 (H,)."""
-    return np.array([sum(plan.num_tokens - offset for offset in head) for head in _offsets(plan)], dtype=np.int64)
 
 
 @registering("table", TABLES, "pair_begin")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_sparseprior.attention.compiled_kernels import predicted_cpu
-from hf_sparseprior.attention.key_selection import kernel_predicts, keys_of_scores, predicted_keys
+from hf_sparseprior.attention.key_selection import kernel_predicts, keys_of_scores, predicted_keys, without_autocast
 from hf_sparseprior.attention.plan import AttentionPlan
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.checks import check_boolean, check_integer, check_within
@@ -209,7 +209,7 @@ class Sparsifiner(Predictor):
 
     def scores(self, request: AttentionRequest) -> Tensor:
         """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k)."""
-        with torch.autocast(request.q.device.type, enabled=False):  # values close to tau must not depend on rounding
+        with without_autocast(request.q.device):  # nor may values close to tau
             down = self.coefficients(request)
             down = torch.where(down > self.settings["threshold"], down, 0.0)
             return down @ self._basis_of(request.plan, request.token_ids, down.dtype)
@@ -246,7 +246,7 @@ class Sparsifiner(Predictor):
     def _predict(self, request: AttentionRequest) -> Tensor:
         """The keys alone, without the scores of all pairs if a kernel can do without them."""
         plan = request.plan
-        with torch.autocast(request.q.device.type, enabled=False):
+        with without_autocast(request.q.device):
             down = self._compiled_coefficients(request)
             down = self.coefficients(request) if down is None else down
             basis = self._basis_of(plan, request.token_ids, down.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_sparseprior.attention.key_selection import largest, largest_indices
+from hf_sparseprior.attention.key_selection import largest, largest_indices, without_autocast
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.base.checks import check_integer, check_within
 from hf_sparseprior.base.limits import check_sides, check_size
@@ -151,7 +151,7 @@ class PublishedSparsifiner(Predictor):
     @torch.no_grad()
     def forward(self, request: AttentionRequest) -> Tensor:
         """As `Predictor`."""
-        with torch.autocast(request.q.device.type, enabled=False):  # the order of scores must not depend on rounding
+        with without_autocast(request.q.device):
             scores = self.scores(request)
         if request.keep_mask is not None:  # dropped patches take no place
             scores = scores.masked_fill(request.keep_mask[:, None, None, :] == 0, -math.inf)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_sparseprior.attention.key_selection import descending_places
+from hf_sparseprior.attention.key_selection import descending_places, without_autocast
 from hf_sparseprior.attention.plain_operations import whole_number
 from hf_sparseprior.attention.request import CallOptions
 from hf_sparseprior.base.checks import check_integer, python_value
@@ -73,9 +73,10 @@ def bipartite_soft_matching(metric: Tensor, count: int, prefix: int) -> Merges:
         prefix: P.
     """
     dtype = torch.promote_types(metric.dtype, torch.float32)
-    unit = F.normalize(metric.detach()[:, prefix:].to(dtype), dim=-1)
-    first, second = unit[:, ::2], unit[:, 1::2].transpose(1, 2)
-    best = [(rows @ second).max(-1) for rows in first.split(ROWS, 1)]
+    with without_autocast(metric.device):
+        unit = F.normalize(metric.detach()[:, prefix:].to(dtype), dim=-1)
+        first, second = unit[:, ::2], unit[:, 1::2].transpose(1, 2)
+        best = [(rows @ second).max(-1) for rows in first.split(ROWS, 1)]
     similarity, partner = (torch.cat(parts, 1) for parts in zip(*best, strict=True))
     order = descending_places(similarity)
     merged, left = (prefix + 2 * places for places in (order[:, :count], order[:, count:]))

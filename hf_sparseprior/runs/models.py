@@ -14,8 +14,7 @@ from torch import nn
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME
 
 from hf_sparseprior.adapters.stock_attention import applied_prior, stock_priors
-from hf_sparseprior.analysis.decays import learned_decay_masks, learned_decays
-from hf_sparseprior.analysis.layers import attention_layers
+from hf_sparseprior.analysis.decays import learned_decays
 from hf_sparseprior.base.families import FAMILIES, Family, family_of, preset_family
 from hf_sparseprior.models.pretrained import saved_family
 from hf_sparseprior.priors.prior import prior_name
@@ -94,27 +93,12 @@ def decay_change(model: Any) -> dict[str, float | None]:
         max_decay_change: max |M - 1|; mean_decay_change: mean 1 - M; max_alpha_change: max |alpha - 1|, 0 if alpha
         is not learned.
     """
-    if family_of(model.config) is None:
-        return _stock_decay_change(model)
-    masks = learned_decay_masks(model)
-    if not masks:
-        return dict.fromkeys(CHANGES)
-    decays = [layer.decay_bias for layer in attention_layers(model) if layer.decay_bias is not None]
-    alphas = [decay.alpha for decay in decays if decay.alpha is not None]
-    return {
-        "max_decay_change": max((mask - 1).abs().max().item() for mask in masks),
-        "mean_decay_change": sum((1 - mask).mean().item() for mask in masks) / len(masks),
-        "max_alpha_change": max(((alpha - 1).abs().max().item() for alpha in alphas), default=0.0),
-    }
-
-
-def _stock_decay_change(model: Any) -> dict[str, float | None]:
-    """`decay_change` of a model of transformers."""
     try:
         decays = learned_decays(model)
     except ValueError:  # it has none
         return dict.fromkeys(CHANGES)
-    means, lows = zip(*(decay.mask_mean_and_min() for decay in decays), strict=True)
+    device = next(model.parameters()).device
+    means, lows = zip(*(decay.mask_mean_and_min(device) for decay in decays), strict=True)
     alphas = [decay.alpha for decay in decays if decay.alpha is not None]
     alpha = max(((own - 1).abs().max().item() for own in alphas), default=0.0)
     return dict(zip(CHANGES, (1 - min(lows), 1 - sum(means) / len(means), alpha), strict=True))

@@ -22,6 +22,9 @@ def run() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these contenders, and their starts")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], metavar="N", help="only these seeds")
     parser.add_argument(
+        "--sides", nargs="+", type=int, default=[], metavar="PIXELS", help="only canvases of these sizes"
+    )
+    parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at a time, each a process of one thread; default: one, in this one"
     )
     parser.add_argument("--times", action="store_true", help="measure inference after the last run, as `times` does")

@@ -159,8 +159,9 @@ class Scale:
     device: "cpu" (one thread, processor time) or "cuda" (wall time, bfloat16). model: fields of the config. patch: side
     of the start's patches. start: stages of the dense start. groups: in order. batch, rate: of runs after the start.
     selection_images, test_images: how many the accuracies are of. inference_batch: images a call, for its time.
-    reference: the row that others are compared with. wide: whether Fibottention's w_max is its default in all rows: a
-    third of the patches, as `WIDEST` is less than a row of them.
+    reference: the row that others are compared with. wide: whether patterns grow with the canvas, as `WIDEST` is less
+    than a row of its patches: Fibottention's w_max is its default, a third of the patches; `windows` reach a row and
+    one patch further, so to the patch above; and `longformer` has as many keys as Fibottention.
     """
 
     name: str
@@ -177,13 +178,17 @@ class Scale:
     reference: str = "patch-x2"
     wide: bool = False
 
-    def contender(self, name: str) -> Contender:
-        """A contender with the prior that this scale gives it."""
+    def contender(self, name: str, side: int) -> Contender:
+        """A contender with the prior that this scale gives it on canvases of this side."""
         own = CONTENDERS[name]
         support = own.prior.get("support") if isinstance(own.prior, dict) else None
-        if not self.wide or not isinstance(support, dict) or "w_max" not in support:
+        if not self.wide or not isinstance(support, dict):
             return own
         settings = {key: value for key, value in support.items() if key != "w_max"}
+        if name == "windows":
+            settings["w"] = side // self.patch + 1
+        elif name == "longformer":
+            settings["w"] = LONGFORMER_WIDTHS[side]
         return replace(own, prior={**own.prior, "support": settings})
 
 
@@ -205,7 +210,10 @@ LARGER_PATCHES = ("half", "quarter", "patch-x2", "patch-x4", "patch-x2-fibottent
 BEST = ("patch-x4", "patch-x2-fibottention", "patch-x4-fibottention")  # of the first seeds
 MORE_SEEDS = (1, 2, 3, 4)
 FIRST_ON_GPU = ("dense", "half", "windows", "tome", "fibottention", "fibottention-violin")
-REST_ON_GPU = tuple(name for name in ALL if name not in (*FIRST_ON_GPU, "fibottention-wide"))
+PATCHES_ON_GPU = ("patch-x2", "patch-x4", "patch-x2-fibottention", "patch-x4-fibottention")
+# Sparsifiner's scores of all pairs do not fit there, and `sparsify` measures in float32 for longer than the minute.
+REST_ON_GPU = ("quarter", "neighborhood", "longformer", "fibottention-hilbert")
+LONGFORMER_WIDTHS = {512: 16, 1024: 20, 2048: 26}  # with Fibottention's number of keys a patch, to within one
 
 SCALES = {
     scale.name: scale
@@ -237,9 +245,11 @@ SCALES = {
             (Stage(128, 2, 256, 1e-3), Stage(256, 1, 64, 5e-4)),
             (
                 Group("class", 1024, 1, 0.25, FIRST_ON_GPU, (0,)),
+                Group("class", 1024, 1, 0.25, PATCHES_ON_GPU, (0,)),
                 Group("class", 512, 1, 0.25, FIRST_ON_GPU, (0,)),
-                Group("class", 2048, 1, 0.25, FIRST_ON_GPU, (0,), batch=4),
+                Group("class", 2048, 1, 0.5, FIRST_ON_GPU, (0,), batch=4),
                 Group("class", 1024, 1, 0.25, REST_ON_GPU, (0,)),
+                Group("class", 512, 1, 0.25, ("sparsifiner",), (0,)),
                 Group("class", 1024, 1, 0.25, FIRST_ON_GPU, MORE_SEEDS[:2]),
             ),
             inference_batch=8,
@@ -316,30 +326,32 @@ def start_name(variant: str) -> str:
     return f"start_{variant}"
 
 
-def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
+def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = (), sides: Sequence[int] = ()) -> list[Run]:
     """The runs of a scale in order: starts, then groups, then more seeds of dense models.
 
     Args:
         scale: which.
         only: these contenders and what they start from; empty: all.
         seeds: these; empty: all.
+        sides: canvases of these sizes; empty: all.
 
     Raises:
-        ValueError: for a contender or seed that no run has.
+        ValueError: for a contender, seed or size that no run has.
     """
     groups = [(group, name, seed) for group in scale.groups for seed in group.seeds for name in group.contenders]
-    for given, known in ((only, {name for _, name, _ in groups}), (seeds, {seed for _, _, seed in groups})):
+    names, numbers = {name for _, name, _ in groups}, {seed for _, _, seed in groups}
+    for given, known in ((only, names), (seeds, numbers), (sides, {group.side for group in scale.groups})):
         if unknown := sorted({*given} - known):
             raise ValueError(f"{unknown[0]!r} is in no run of scale {scale.name}, which has {sorted(known)}")
     runs = []
     for group, name, seed in groups:
-        if (only and name not in only) or (seeds and seed not in seeds):
+        if (only and name not in only) or (seeds and seed not in seeds) or (sides and group.side not in sides):
             continue
         start = (start_name(group.variant), str(scale.start[-1].side))
         runs.append(
             Run(
                 *(scale.name, f"{group.side}_{group.variant}", name, seed, group.variant, group.side, group.minutes),
-                *(group.every, group.batch or scale.batch, scale.rate, start, scale.contender(name)),
+                *(group.every, group.batch or scale.batch, scale.rate, start, scale.contender(name, group.side)),
             )
         )
     variants = dict.fromkeys(run.variant for run in runs)

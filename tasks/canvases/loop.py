@@ -111,6 +111,8 @@ def do_run(run: Run, scale: Scale, out: Path, data: str | None = None, callbacks
         training.finish()
         (folder / STATE).unlink(missing_ok=True)
         shutil.rmtree(folder / PREDICTOR, ignore_errors=True)
+        if stop.requested:
+            raise RunStopped("stopped after this run; the same command goes on with the next")
 
 
 class Training:
@@ -140,7 +142,7 @@ class Training:
 
     def do(self, state: str | None, stop: StopRequest, callbacks: list[Any]) -> None:
         """All phases, from a saved state on if one is given."""
-        saved = None if state is None else torch.load(state, map_location=self.scale.device, weights_only=True)
+        saved = None if state is None else torch.load(state, map_location="cpu", weights_only=True)
         if saved is not None:
             for name in ("phase", "step", "spent", "images", "curve", "losses", "prior"):
                 setattr(self, name, saved[name])

@@ -116,7 +116,7 @@ def group_table(runs: Runs, times: Mapping[str, Any]) -> str:
                 spread([record["metrics"]["test_accuracy"] for record in records]),
                 f"{100 * low:.1f} to {100 * high:.1f} (seed {records[0]['seed']})",
                 *(f"{minutes:.1f}", f"{before:.1f}" if before else "", f"{images:.0f}"),
-                f"{60_000 * (minutes - before) / images:.1f}",
+                f"{60_000 * (minutes - before) / images:.1f}" if images else "",
                 f"{times[row]['ms']:.2f}" if row in times else "not measured",
             ]
         )

@@ -23,7 +23,7 @@ from hf_sparseprior.base.checks import check_integer
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.sources.arrays import read_fashion_mnist
 from hf_sparseprior.models.pretrained import weights_sha256
-from hf_sparseprior.runs.command import first_line, run_command
+from hf_sparseprior.runs.command import RunStopped, first_line, run_command
 from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.runs.run_folder import (
     MODEL,
@@ -201,7 +201,9 @@ class Experiment:
                 try:
                     if not self.is_done(run):
                         do_run(run, self.scale, self.out, self.data)
-                except (ValueError, OSError, torch.OutOfMemoryError) as error:
+                except RunStopped:
+                    raise
+                except Exception as error:  # of CUDA and of its compilers too: the others go on
                     failed.append(f"{run.name}: {first_line(error)}")
                 torch.cuda.empty_cache()
                 self.collect()
@@ -224,12 +226,16 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         scale = SCALES[arguments.scale]
-        runs = runs_of(scale, arguments.only, arguments.seeds)
+        runs = runs_of(scale, arguments.only, arguments.seeds, arguments.sides)
         print(list_runs(runs), flush=True)
         if arguments.list:
             return
         if arguments.jobs is not None:
             check_integer("--jobs", arguments.jobs, 1)
+            if scale.device == "cuda":
+                raise ValueError(
+                    f"--jobs {arguments.jobs}: runs of scale {scale.name} take turns, as their minutes are wall time"
+                )
         read_fashion_mnist(DataConfig(source="fashion_mnist", path=arguments.fashion_mnist))
         check_device(scale.device)
         keep_freed_memory()

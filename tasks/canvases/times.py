@@ -16,7 +16,7 @@ import numpy as np
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
 from hf_sparseprior.base.checks import check_integer
-from hf_sparseprior.runs.command import run_command
+from hf_sparseprior.runs.command import first_line, run_command
 from hf_sparseprior.runs.environment import environment
 from hf_sparseprior.runs.results import write_results
 from hf_sparseprior.training.allocator import keep_freed_memory
@@ -77,9 +77,14 @@ def _measure(scale: Scale, models: dict[str, Any], images: Any, rounds: int) -> 
                 calls += 1
         return spent / calls / len(images)
 
-    names = list(models)
-    for row in names:
-        turn(row)  # the first call may compile kernels
+    names = []
+    for row in models:
+        try:
+            turn(row)  # the first call may compile kernels
+        except Exception as error:  # of CUDA and of its compilers too: the others are measured
+            print(f"{row}: not measured, {first_line(error)}", file=sys.stderr, flush=True)
+        else:
+            names.append(row)
     for number in range(rounds):
         start = number % len(names)
         for row in (*names[start:], *names[:start]):
@@ -91,6 +96,7 @@ def _measure(scale: Scale, models: dict[str, Any], images: Any, rounds: int) -> 
             "rounds": rounds,
         }
         for row, turns in seconds.items()
+        if turns
     }
 
 

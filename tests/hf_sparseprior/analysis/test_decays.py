@@ -5,6 +5,7 @@ import torch
 from safetensors.numpy import load_file
 
 import hf_sparseprior as sp
+from hf_sparseprior.analysis import decays as of_decays
 from hf_sparseprior.analysis.decays import learned_decays, position_names
 from hf_sparseprior.patterns.curves import curve_rank
 from hf_sparseprior.patterns.decay import resolve_decay
@@ -71,7 +72,9 @@ def masks_of(decay):
     return torch.stack([decay.mask_row(patch) for patch in range(decay.positions.shape[-1])], 1).numpy()
 
 
-def test_masks_are_the_mean_over_curves_of_powers_of_gamma():
+@pytest.mark.parametrize("block", [1, 100, 1 << 22])
+def test_masks_are_the_mean_over_curves_of_powers_of_gamma(block, monkeypatch):
+    monkeypatch.setattr(of_decays, "BLOCK", block)
     decay = learned_decays(ours())[1]
     masks = masks_of(decay)
     for head in (0, 3):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hf_sparseprior.attention.kernels import KEPT_BYTES
+from hf_sparseprior.attention.kernels import KEPT_BYTES, DecayScalars, _pair_weights
 from hf_sparseprior.attention.plan import AttentionPlan, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.kernels import diagonal_cpu, weights_cpu
@@ -88,6 +88,24 @@ def test_weights_and_gradients(name):
     for leaf, other in zip(leaves, exact, strict=True):
         assert other.grad.abs().max() > 0.01
         torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_weights_in_plain_pytorch_are_the_same(name, monkeypatch):
+    # What runs on a GPU.
+    plan = PLANS[name]()
+    _, *scalars = arguments_of(plan)
+    results = []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(diagonal_cpu, "ready", lambda: "none")
+            monkeypatch.delattr(weights_cpu, "pair_weights")
+        leaves = [x.clone().requires_grad_() for x in scalars]
+        weights = _pair_weights(plan, DecayScalars(*leaves, torch.ones_like(scalars[1])))
+        (weights * torch.linspace(-1, 2, plan.offset_pairs)).sum().backward()
+        results.append([weights.detach(), *(leaf.grad for leaf in leaves)])
+    for kernel, plain in zip(*results, strict=True):
+        torch.testing.assert_close(plain, kernel, rtol=2e-5, atol=2e-5)
 
 
 def test_a_gamma_of_zero_leaves_only_patches_at_a_distance_of_zero():

@@ -118,6 +118,15 @@ def test_of_equal_edges_the_first_are_merged():
     assert merges.merged.tolist() == [[1, 3]] and merges.remaining.tolist() == [[0, 2, 4, 5, 6, 7, 8]]
 
 
+def test_mixed_precision_does_not_round_similarities():
+    metric = torch.randn(2, 65, 8, generator=torch.Generator().manual_seed(0))
+    exact = bipartite_soft_matching(metric, 16, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal((metric @ metric.mT).float(), metric.double() @ metric.double().mT)
+        mixed = bipartite_soft_matching(metric, 16, 1)
+    assert all(torch.equal(one, other) for one, other in zip(exact, mixed, strict=True))
+
+
 @each("backend", ["sdpa", "reference"])
 def test_a_token_counts_in_attention_as_often_as_the_patches_it_stands_for(backend):
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,7 @@
 """The runs of every scale, before any of them is done."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -39,16 +40,29 @@ def test_the_gpu_scale_begins_with_four_then_six_minutes_in_the_fixed_order():
     assert {(run.minutes, run.side, run.seed) for run in first} == {(1, 1024, 0)}
 
 
-def test_fibottention_reaches_further_on_a_gpu():
+def test_patterns_reach_further_on_a_gpu():
     """There a row of patches is longer than `w_max` of the CPU's scale, so no patch would see the one above it."""
-    cpu, gpu = SCALES["cpu"], SCALES["gpu"]
+    gpu = SCALES["gpu"]
+
+    def keys(name, side):
+        config = SparsePriorViTConfig(image_size=side, patch_size=8, num_attention_heads=6, prior=own(name, side))
+        return (1 - config.pruning_ratio / 100) * math.prod(config.grid)
+
+    def own(name, side):
+        return gpu.contender(name, side).prior
+
+    for side in (512, 1024, 2048):
+        assert keys("longformer", side) == pytest.approx(keys("fibottention", side), abs=1)
+        assert own("windows", side)["support"]["w"] == side // 8 + 1
     for name in ("fibottention", "fibottention-hilbert", "fibottention-violin", "patch-x4-fibottention"):
-        assert cpu.contender(name) == CONTENDERS[name] and CONTENDERS[name].prior["support"]["w_max"] == 65
-        own = gpu.contender(name).prior
-        assert own == {**CONTENDERS[name].prior, "support": own["support"]}
-        assert {**own["support"], "w_max": 65} == CONTENDERS[name].prior["support"]
-    assert all(gpu.contender(name) == CONTENDERS[name] for name in ("dense", "windows", "longformer", "tome"))
-    by_default = SparsePriorViTConfig(image_size=1024, patch_size=8, prior=gpu.contender("fibottention").prior)
+        assert CONTENDERS[name].prior["support"]["w_max"] == 65
+        prior = own(name, 1024)
+        assert prior == {**CONTENDERS[name].prior, "support": prior["support"]}
+        assert {**prior["support"], "w_max": 65} == CONTENDERS[name].prior["support"]
+    for name in CONTENDERS:
+        assert SCALES["cpu"].contender(name, 256) == CONTENDERS[name]
+    assert all(gpu.contender(name, 1024) == CONTENDERS[name] for name in ("dense", "tome", "neighborhood"))
+    by_default = SparsePriorViTConfig(image_size=1024, patch_size=8, prior=own("fibottention", 1024))
     assert by_default.prior == SparsePriorViTConfig(image_size=1024, patch_size=8, prior="fibottention").prior
     assert "fibottention-wide" not in {run.row for run in runs_of(gpu)}  # which would be the same
 
@@ -98,12 +112,16 @@ def test_only_some_contenders_bring_their_starts():
     ]
 
 
-@each(
-    "only, seeds, message", [(["fib"], [], "'fib' is in no run of scale cpu"), ([], [9], "9 is in no run of scale cpu")]
-)
-def test_unknown_names_are_refused(only, seeds, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        runs_of(SCALES["cpu"], only, seeds)
+def test_only_some_sizes_and_seeds():
+    runs = runs_of(SCALES["cpu"], ["windows"], [2, 3], [256])
+    assert [run.name for run in runs[1:]] == ["256_class/windows seed 2", "256_class/windows seed 3"]
+
+
+@each("given", [{"only": ["fib"]}, {"seeds": [9]}, {"sides": [64]}])
+def test_unknown_names_are_refused(given):
+    ((name,),) = given.values()
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(name))} is in no run of scale cpu, which has "):
+        runs_of(SCALES["cpu"], **given)
 
 
 def test_what_the_library_lacks_is_said():

@@ -18,7 +18,7 @@ from hf_sparseprior.runs.command import RunStopped
 from hf_sparseprior.runs.locks import locked
 from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.runs.run_folder import LOCK, MODEL, RESULTS, InUse
-from tasks.canvases import loop, report
+from tasks.canvases import loop, report, times
 from tasks.canvases.contenders import CONTENDERS, SCALES, runs_of
 from tasks.canvases.loop import STATE, do_run, run_folder
 from tasks.canvases.run import Experiment, main
@@ -275,12 +275,13 @@ def test_what_another_command_does_is_refused_or_left_to_it(small, tmp_path, mon
     assert list(read_records(tmp_path / "records/64_class")) == ["dense", "fibottention"]
 
 
-def test_a_run_that_has_too_little_memory_is_named_and_the_others_are_done(small, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, AssertionError])
+def test_a_run_that_fails_is_named_and_the_others_are_done(error, small, tmp_path, monkeypatch, capsys):
     train = loop.Training._train
 
     def too_large(self, *given):
         if self.run.row == "half":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nmore")
+            raise error("CUDA out of memory. Tried to allocate 1 GiB\nmore")
         train(self, *given)
 
     monkeypatch.setattr(loop.Training, "_train", too_large)
@@ -290,6 +291,42 @@ def test_a_run_that_has_too_little_memory_is_named_and_the_others_are_done(small
     assert list(read_records(tmp_path / "records/64_class")) == ["dense", "fibottention"]
     monkeypatch.setattr(loop.Training, "_train", train)
     assert main(command(tmp_path)) == 0
+
+
+def test_a_stop_after_the_last_step_is_heard(small, tmp_path, monkeypatch, capsys):
+    finish = loop.Training.finish
+
+    def killed(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        finish(self)
+
+    monkeypatch.setattr(loop.Training, "finish", killed)
+    assert main(command(tmp_path)) not in (0, 2)
+    assert "stopped after this run" in capsys.readouterr().err
+    assert len(list((tmp_path / "out").rglob("results.json"))) == 1  # of the start
+    monkeypatch.setattr(loop.Training, "finish", finish)
+    assert main(command(tmp_path)) == 0
+
+
+def test_what_cannot_be_timed_is_named_and_the_others_are_timed(small, tmp_path, monkeypatch, capsys):
+    assert main(command(tmp_path)) == 0
+    predicted = times.as_input
+
+    def fails(images, shrink):
+        if shrink > 1:
+            raise RuntimeError("out of shared memory")
+        return predicted(images, shrink)
+
+    monkeypatch.setattr(times, "as_input", fails)
+    monkeypatch.setattr(times, "CALL_SECONDS", 0.001)
+    measured = times.measure_all(small.scale, tmp_path / "records", rounds=1)["times"]["64_class"]
+    assert set(measured) == {"dense", "fibottention"}
+    assert "half: not measured, out of shared memory" in capsys.readouterr().err
+
+
+def test_runs_of_a_gpu_take_turns(monkeypatch, objects, tmp_path, capsys):
+    assert main(["--scale", "gpu", "--out", str(tmp_path), "--jobs", "2"]) == 2
+    assert "--jobs 2" in capsys.readouterr().err
 
 
 def test_a_contender_that_the_library_lacks_brings_no_start(small, tmp_path, monkeypatch, capsys):
