@@ -1,7 +1,7 @@
 """Attention over a support, with a decay.
 
 `reference` is the specification: dense tensors, a few lines, any dtype. Every other backend agrees with it, forward and
-backward. Each backend registers itself where it is written (`backend_choice.register_backend`).
+backward. Each backend registers itself where it is written (`choice.register_backend`).
 
 Shape letters: B batch, H heads, D head width, E width of a head's values (D in most models), N patch tokens, P prefix
 tokens, T = P + N, C curves, A axes, K offsets of a head counted with both signs.
@@ -148,5 +148,7 @@ def _check_grid(grid: tuple[int, ...] | None, num_tokens: int, needed_by: str | 
         return 1, num_tokens
     sides_are_counts = all(isinstance(side, (int, np.integer)) and side > 0 for side in grid)
     if len(grid) not in (2, 3) or not sides_are_counts or math.prod(grid) != num_tokens:
-        raise ValueError(f"grid={tuple(grid)} must be (height, width) with {num_tokens} patch tokens")
+        raise ValueError(
+            f"grid={tuple(grid)} must be (height, width) or (frames, height, width) with {num_tokens} patch tokens"
+        )
     return tuple(map(int, grid))

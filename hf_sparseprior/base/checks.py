@@ -18,6 +18,11 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it has none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+
+
 def check_keys(given: Iterable[str], allowed: Sequence[str], where: str) -> None:
     """Raise for the first key that is not allowed, with the nearest one that is."""
     for key in given:

@@ -80,16 +80,14 @@ def read_json(path: str | os.PathLike, largest: int = CONFIG_BYTES, *, finite: b
     return parse_json(read_limited(path, largest), finite, strict)
 
 
-def read_json_object(
-    path: str | os.PathLike, largest: int = CONFIG_BYTES, *, finite: bool = True, strict: bool = True
-) -> dict[str, Any]:
+def read_json_object(path: str | os.PathLike, largest: int = CONFIG_BYTES, *, finite: bool = True) -> dict[str, Any]:
     """The object in a JSON file; arguments as of `read_json`.
 
     Raises:
         OSError: for a file that cannot be read, is no JSON, holds something else, or has a key twice.
     """
     try:
-        content = read_json(Path(path), largest, finite=finite, strict=strict)
+        content = read_json(Path(path), largest, finite=finite)
     except ValueError as error:
         raise OSError(f"{path} is not a JSON object ({error})") from None
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_sparseprior.attention import functional as ops
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.kernels import build, diagonal_cpu, program_libraries, triton_device
 
 # Further packages than torch and transformers: what needs them, and how to get them.
@@ -133,7 +134,7 @@ def _library_line(title: str, library: Callable[[], Path]) -> str:
     try:
         return f"ok       operators for {title} (files of export --kernels): {library()}"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"missing  {str(error).splitlines()[0]}. Files of export without --kernels need none."
+        return f"missing  {first_line(error)}. Files of export without --kernels need none."
 
 
 def _task_checks(*extras: str) -> Iterator[str]:
@@ -151,7 +152,7 @@ def mmcv_problem() -> str | None:
     try:
         from mmcv.ops import nms, roi_align
     except Exception as error:  # a package built for another torch fails in many ways
-        return f"mmcv came without compiled operators ({str(error).splitlines()[0]})"
+        return f"mmcv came without compiled operators ({first_line(error)})"
     # Of two boxes that overlap by 81 / 119 only the better one stays. The box far away stays too.
     boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 11.0, 11.0], [20.0, 20.0, 30.0, 30.0]])
     _, kept = nms(boxes, torch.tensor([0.5, 0.9, 0.7]), 0.5)

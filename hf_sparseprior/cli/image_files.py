@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.base.checks import first_line
+
 # What Pillow reads; AVIF where it was built with it, which an image's own error says.
 ENDINGS = (
     *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
@@ -167,7 +169,7 @@ def why_unreadable(error: Exception) -> str:
         return "no image format that Pillow knows"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _to_rgb(image: Any) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.formats import EXPORT_FORMAT, FORMAT_KEY, check_format
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json_object
@@ -110,7 +111,7 @@ def load_package(file: Path, threads: int) -> Callable[[Tensor], list[np.ndarray
     try:
         model = torch._inductor.aoti_load_package(str(file))
     except RuntimeError as error:
-        raise OSError(f"{file} cannot be loaded here: {str(error).splitlines()[0]}") from None
+        raise OSError(f"{file} cannot be loaded here: {first_line(error)}") from None
 
     def call(images: Tensor) -> list[np.ndarray]:
         with torch.no_grad():

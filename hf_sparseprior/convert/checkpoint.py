@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.stock_attention import RECORD
 from hf_sparseprior.adapters.stock_saving import SCALARS_FILE
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import check_new, missing_path, whole_file, whole_folder
 from hf_sparseprior.base.json_files import read_json
@@ -138,7 +139,7 @@ def _read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
-        raise OSError(f"{file} cannot be read ({str(error).splitlines()[0]})") from None
+        raise OSError(f"{file} cannot be read ({first_line(error)})") from None
     except Exception as error:  # pickle's own errors, for files that hold more than tensors
         raise OSError(f"{file} holds more than tensors and is not read ({type(error).__name__})") from None
     if not isinstance(content, dict):

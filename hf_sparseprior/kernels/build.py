@@ -1,7 +1,7 @@
 """Loading the CPU kernels: from the wheel, or compiled once for each machine and source and kept in the user's cache.
 
 A wheel has a library for each of `VARIANTS`, compiled by setup.py. Without one that fits the processor the kernels are
-compiled. A library of the cache is loaded if it and its folder belong to the user, or to root, and if it has the
+compiled. A library of the cache is loaded if it and its checksum belong to the user, or to root, and if it has the
 SHA-256 that was written when it was built and had run in a process of its own. Everything else is built again. A build
 that failed is remembered with its reason, until `doctor` tries again; one that a full disk, too little memory or a
 signal ended is tried again by the next process.

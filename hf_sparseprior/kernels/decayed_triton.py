@@ -214,7 +214,7 @@ def _kept(call: _Call, tables: Tables | None) -> DecayTable | None:
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
-def _precision(q: Tensor) -> str:
+def _precision() -> str:
     """Of products of float32, as torch's own setting for matrices has it."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
@@ -234,7 +234,7 @@ class _Call(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """Constants of the kernels that weigh pairs by scalars that were not finite."""
         curves, heads = self.decay.log_gamma.shape
-        return {"CURVES": curves, "HEADS": next_power_of_2(heads), "PRECISION": _precision(self.q)}
+        return {"CURVES": curves, "HEADS": next_power_of_2(heads), "PRECISION": _precision()}
 
 
 def _call_of(
@@ -315,7 +315,7 @@ def _launch_mean(call: _Call, part: _Part, grad: Tensor, stats: Tensor, delta: T
         q.stride(), k.stride(), v.stride(), images, heads, part.first_head, part.first_row, blocks, tokens, call.scale,
         call.dropout_p,
     )  # fmt: skip
-    launch(compiled._backward_mean, part.heads * blocks * images, given, PRECISION=_precision(q), **sizes)
+    launch(compiled._backward_mean, part.heads * blocks * images, given, PRECISION=_precision(), **sizes)
 
 
 def _launch_keys(
@@ -355,7 +355,7 @@ def _launch_decay(
     )  # fmt: skip
     launch(
         compiled._backward_decay, part.heads * blocks * splits, given, CURVES=curves,
-        CURVE_COLUMNS=next_power_of_2(curves), AXES=axes, PREFIX=decay.prefix, PRECISION=_precision(q), **sizes,
+        CURVE_COLUMNS=next_power_of_2(curves), AXES=axes, PREFIX=decay.prefix, PRECISION=_precision(), **sizes,
     )  # fmt: skip
     return d_decay
 

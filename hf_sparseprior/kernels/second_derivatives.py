@@ -24,9 +24,9 @@ def gradients(
     """Gradients of attend(*inputs, **options) by each input, in a graph; None for inputs that need none.
 
     Args:
-        attend: one of the three functions of this file.
+        attend: what a kernel computes, in PyTorch's operations.
         inputs: its tensors that may need a gradient.
-        grad: gradient of its output, (B, H, T, D).
+        grad: gradient of its output.
         options: its other arguments.
     """
     # Views, so that one tensor in two places, or made from another one, gets what belongs to each place alone.

@@ -22,6 +22,7 @@ from numpy._core import multiarray as numpy_arrays
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.json_files import parse_json
 
 DATASET_META = "dataset_meta"  # mmengine's name for what is known of a checkpoint's classes
@@ -79,7 +80,7 @@ def read_checkpoint(
             raise OSError(f"{file} is refused: it holds {named[1]}, and a pickle can run code") from None
         raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or no file of PyTorch") from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise OSError(f"{file} cannot be read as a checkpoint, it is damaged or cut off ({first})") from None
 
 

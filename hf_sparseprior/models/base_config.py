@@ -111,7 +111,7 @@ class BaseConfig(CheckedFields, BackboneConfigMixin, PretrainedConfig):
         return cls(**{**cls.presets[preset], **({} if prior is None else {"prior": prior}), **overrides})
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, plus the code of the family's classes (see `saved_code`)."""
+        """As in transformers, plus the code of the family's classes (see `saving.code`)."""
         super().save_pretrained(save_directory, *args, **kwargs)
         self._write_code(save_directory)
 

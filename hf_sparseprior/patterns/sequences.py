@@ -132,5 +132,5 @@ def monomials(head: int, window: int, *, degree: int = 2) -> Iterator[int]:
         n += 1
 
 
-# Smallest allowed value of each integer setting; `supports.resolve_sequence` checks it.
+# Smallest allowed value of each integer setting; `fibottention.resolve_sequence` checks it.
 SETTING_MINIMUM = {"a": 0, "b": 0, "delta": 0, "c": 1, "base": 2, "degree": 1, "first": 0}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import missing_path
 from hf_sparseprior.base.json_files import DATA_BYTES, read_limited
 from hf_sparseprior.cli.image_files import NO_IMAGE, PassedOver, as_text, decode_image, images_below, is_image
@@ -152,7 +153,7 @@ def _parquet(file: Path) -> tuple[list[str], Any]:
         names = list(read_schema(file).names)
         return names, lambda column: read_table(file, columns=[column]).to_pylist()
     except ArrowException as error:
-        raise ValueError(f"{file}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{file}: {first_line(error)}") from None
 
 
 class Reader:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_sparseprior.adapters.lora import CLASSIFIERS
 from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.base.files import file_sha256, missing_path, write_text
 from hf_sparseprior.cli.deployment import fitted_processor, own_copy, saved_processor, stock_sides
@@ -92,7 +93,7 @@ def local_folder(source: str | os.PathLike) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # of the hub, of httpx and of names
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise OSError(
             f"{name} does not exist here ({os.path.abspath(name)}), and the hub does not give it ({line}); give the "
             "folder of a training run, a saved model, an adapter or an exported file, or OWNER/NAME of the hub"
@@ -122,7 +123,7 @@ def _of_file(folder: Path, device: Any) -> Predictor:
     try:
         run = format_.load(file, torch.get_num_threads())
     except Exception as error:  # each program has errors of its own for damaged files
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise OSError(f"{file} cannot be loaded: {line}") from None
 
     def call(pixels: Tensor) -> dict[str, Tensor]:

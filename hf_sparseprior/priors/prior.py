@@ -7,7 +7,7 @@ mixer      what is computed over the pairs                         softmax, linf
 extras     further modules, a list                                 swin_rpb, irpe_k, localvit, evit, ...
 
 Where attention sees the patches of several frames together, `time` says how support and decay see the frames: "frame",
-"clip" or "axes", see `attention_plan.AttentionPlan`. Their names are joined by + like those of slots: "violin+clip".
+"clip" or "axes", see `attention.plan.AttentionPlan`. Their names are joined by + like those of slots: "violin+clip".
 """
 
 from __future__ import annotations

@@ -107,11 +107,6 @@ def tell_data(
     print(", ".join(parts), flush=True)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it has none."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
-
-
 def short(names: Sequence[str], count: int = 10) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - count} more" if len(names) > count else ""

@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from hf_sparseprior.base.checks import check_finite, check_integer
+from hf_sparseprior.base.checks import check_finite, check_integer, first_line
 from hf_sparseprior.base.config_keys import OTHER_NAMES
 from hf_sparseprior.base.other_names import OTHER_KEYS
 
@@ -87,7 +87,7 @@ def _check_keys_once(root: Any) -> None:
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
     """What is wrong, and in which line."""
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = getattr(error, "problem", None) or first_line(error)
     mark = getattr(error, "problem_mark", None)
     return problem if mark is None else f"{problem}, line {mark.line + 1}"
 

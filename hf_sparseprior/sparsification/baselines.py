@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior.adapters.token_layout import patch_projection
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.cli.exportable import vision_config
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.sparsification.choice import DENSE, promising
@@ -112,7 +113,7 @@ def smaller_images(search: Search, share: float) -> Compared | str:
             with torch.no_grad():
                 outputs(subject.dense, subject.images(1), step)
         except (ValueError, RuntimeError, AssertionError) as error:
-            return (str(error).splitlines() or [type(error).__name__])[0]
+            return first_line(error)
         return None
 
     if steps < 2 or (reason := why_not(steps - 1)) is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.attention.request import AttentionRequest, from_layout
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import replace_durably
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification.baselines import Compared
@@ -175,7 +176,7 @@ class Recovery:
         try:
             state = torch.load(path, map_location=self.subject.device, weights_only=True)
         except Exception as error:  # of zip files, of pickles
-            raise OSError(f"{path} is damaged ({str(error).splitlines()[0]:.80}); remove it") from None
+            raise OSError(f"{path} is damaged ({first_line(error):.80}); remove it") from None
         if state["settings"] != self._settings():
             raise ValueError(f"{path} is of other settings of recovery; remove it, or choose another folder")
         with torch.no_grad():

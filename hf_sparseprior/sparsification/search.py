@@ -13,6 +13,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.priors.layer import PriorAttention
 from hf_sparseprior.sparsification import timing
@@ -128,7 +129,7 @@ class Search:
                 with torch.no_grad():
                     changed()  # makes tables, too
             except (RuntimeError, MemoryError) as error:  # too little memory, or no backend
-                self.refused[candidate.name] = (str(error).splitlines() or [type(error).__name__])[0]
+                self.refused[candidate.name] = first_line(error)
             else:
                 calls[candidate.name] = changed
         return calls

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, check_keys, check_within
+from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, check_keys, check_within, first_line
 from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
 
@@ -87,7 +87,7 @@ def check_device(device: Any) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device={device!r}: {str(error).splitlines()[0].rstrip('.')}") from None
+        raise ValueError(f"device={device!r}: {first_line(error).rstrip('.')}") from None
 
 
 def check_budget(budget: Any) -> float:

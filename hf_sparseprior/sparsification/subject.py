@@ -22,6 +22,7 @@ from hf_sparseprior.adapters.stock_attention import PRIOR_MODULE, stock_priors
 from hf_sparseprior.adapters.stock_encoder import find_encoder
 from hf_sparseprior.adapters.timm_encoder import has_timm
 from hf_sparseprior.analysis.layers import attention_layers
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.cli.deployment import own_copy
@@ -135,7 +136,7 @@ class Subject:
             with torch.no_grad():
                 self.outputs(self.images(1))
         except (AssertionError, RuntimeError) as error:
-            size, reason = "x".join(map(str, self.sides)), (str(error).splitlines() or [type(error).__name__])[0]
+            size, reason = "x".join(map(str, self.sides)), first_line(error)
             hint = "; make it with dynamic_img_size=True" if has_timm(self.original) else ""
             raise ValueError(f"{self.exported.title} takes no images of {size} pixels ({reason}){hint}") from None
         for (name, module), prior in zip(encoder.attention.items(), priors, strict=True):

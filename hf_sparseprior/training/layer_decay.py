@@ -87,7 +87,7 @@ def parameter_groups(
         backbone: factor of the rate of parameters that are not a prior's.
 
     Returns:
-        Dicts with params, names, lr, weight_decay and layer.
+        Dicts with params, lr, weight_decay and layer.
     """
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     # Frozen layers count too, because the rate of a layer must not depend on what else is trained.
@@ -100,12 +100,10 @@ def parameter_groups(
             key,
             {
                 "params": [],
-                "names": [],
                 "lr": learning_rate * layer_decay ** (num_layers + 1 - layer) * (1.0 if key[2] else backbone),
                 "weight_decay": weight_decay if key[1] else 0.0,
                 "layer": layer,
             },
         )
         group["params"].append(parameter)
-        group["names"].append(name)
     return [groups[key] for key in sorted(groups)]

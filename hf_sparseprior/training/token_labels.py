@@ -26,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import write_bytes, write_text
 from hf_sparseprior.base.json_files import read_json
 from hf_sparseprior.priors.token_pruning import counted_patches, gather_tokens
@@ -216,7 +217,7 @@ def read_header(folder: Path) -> MapHeader:
     try:
         return MapHeader(**read_json(path))
     except (ValueError, TypeError) as error:
-        raise OSError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+        raise OSError(f"{path} is damaged: {first_line(error)}") from None
 
 
 class LabelMaps:
@@ -291,7 +292,7 @@ class LabelMaps:
                     number,
                 )
         except (SafetensorError, OSError) as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
 
 
 def _shape_damage(shapes: dict[str, tuple[int, ...]], header: MapHeader, number: int) -> str | None:
@@ -309,7 +310,7 @@ def file_damage(path: Path, header: MapHeader, number: int) -> str | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             stored = (file.metadata() or {}).get("sha256")
     except (SafetensorError, OSError) as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     if damage := _shape_damage({name: tuple(value.shape) for name, value in tensors.items()}, header, number):
         return damage
     if (tensors["classes"].dtype, tensors["scores"].dtype) != (torch.int16, torch.float16):

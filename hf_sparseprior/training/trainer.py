@@ -167,8 +167,6 @@ class SparsePriorTrainer(Trainer):
         groups = parameter_groups(
             model, decayed, self.args.learning_rate, self.args.weight_decay, layer_decay, backbone
         )
-        for group in groups:
-            del group["names"]  # with them torch asks every later group for names
         self.optimizer = optimizer(groups, **options)
         return self.optimizer
 

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from hf_sparseprior.analysis.attention_maps import class_token_map, mean_query_map
 from hf_sparseprior.analysis.image_maps import Panel, darkened, draw_panels, with_heat
 from hf_sparseprior.analysis.layers import attention_weights
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.families import family_of
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.runs.command import run_command
@@ -60,7 +61,7 @@ def read_frames(clip: Path, count: int | None) -> list[Image.Image]:
         with av.open(str(clip)) as container:
             frames = [frame.to_image() for frame in container.decode(video=0)]
     except (av.error.FFmpegError, IndexError) as error:  # no video, or none in it
-        raise OSError(f"--clip {clip} cannot be read as a video ({str(error).splitlines()[0]})") from None
+        raise OSError(f"--clip {clip} cannot be read as a video ({first_line(error)})") from None
     if not frames:
         raise OSError(f"--clip {clip} has no frames")
     if count is None:

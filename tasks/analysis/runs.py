@@ -18,6 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR
 
 from hf_sparseprior.adapters.saved_adapter import load_adapter
 from hf_sparseprior.analysis.layers import AttentionLayers, find_attention
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.images.config import DataConfig
@@ -220,7 +221,7 @@ def check_counts(arguments: argparse.Namespace) -> None:
     try:
         torch.empty(0, device=arguments.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {arguments.device} cannot be used ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"--device {arguments.device} cannot be used ({first_line(error)})") from None
 
 
 def write_analysis(path: Path, results: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from tasks.benchmark.model_contenders import preset_config
 from tasks.benchmark.timing import interleave
 
 SDPA = "scaled_dot_product_attention"
-CALLS, LAYERS, PLANS = PARTS = ("attention", "layer", "plans of a new size")
+CALLS, LAYERS, PLANS = ("attention", "layer", "plans of a new size")
 PATCH = 16  # pixels: the distance of two sizes with other grids
 Calls = dict[str, Callable[[], object]]
 

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from hf_sparseprior.analysis.pictures import ACCENT, INK, pyplot, save
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.runs.environment import command_line, environment
 from hf_sparseprior.runs.tables import markdown_table
@@ -93,7 +94,7 @@ def from_yaml(flag: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{flag} {text!r} must be a name or a dict in YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{flag} {text!r} must be a name or a dict in YAML: {first_line(error)}") from None
 
 
 # ---- provenance -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hf_sparseprior.analysis.costs_measured import Call, seconds_per_call, traced_bytes
+from hf_sparseprior.base.checks import first_line
 
 SetUp = Callable[[], Call]
 
@@ -232,7 +233,7 @@ def measure(
                 calls[name], memory = measure_memory(set_up, device)
                 found[name] = {"memory": memory.kept + memory.call, "kept": memory.kept}
         except (RuntimeError, MemoryError) as error:  # no memory, not on this device, a wrong output
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
         if reason is not None:
             found[name] = {"failed": reason}
     for name, values in interleave(calls, device, budget, rounds).items():

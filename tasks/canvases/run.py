@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from hf_sparseprior.base.checks import check_integer
+from hf_sparseprior.base.checks import check_integer, first_line
 from hf_sparseprior.images.config import DataConfig
 from hf_sparseprior.images.sources.arrays import read_fashion_mnist
 from hf_sparseprior.models.pretrained import weights_sha256
-from hf_sparseprior.runs.command import RunStopped, first_line, run_command
+from hf_sparseprior.runs.command import RunStopped, run_command
 from hf_sparseprior.runs.results import read_results
 from hf_sparseprior.runs.run_folder import (
     MODEL,

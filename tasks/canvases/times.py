@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from hf_sparseprior import SparsePriorViTConfig, SparsePriorViTForImageClassification
-from hf_sparseprior.base.checks import check_integer
-from hf_sparseprior.runs.command import first_line, run_command
+from hf_sparseprior.base.checks import check_integer, first_line
+from hf_sparseprior.runs.command import run_command
 from hf_sparseprior.runs.environment import environment
 from hf_sparseprior.runs.results import write_results
 from hf_sparseprior.training.allocator import keep_freed_memory

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.classification.label_maps import images_fingerprint, training_images
 from hf_sparseprior.images.sources import ImageData
 from hf_sparseprior.runs.command import run_command
@@ -52,7 +53,7 @@ def read_map(file: Path, num_classes: int) -> tuple[Tensor, Tensor]:
     except FileNotFoundError:
         raise OSError(f"{file} does not exist, the label map of an image") from None
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise OSError(f"{file} is no label map: {str(error).splitlines()[0]}") from None
+        raise OSError(f"{file} is no label map: {first_line(error)}") from None
     if not isinstance(content, Tensor) or content.dim() != 4 or content.shape[0] != 2 or 0 in content.shape:
         shape = tuple(content.shape) if isinstance(content, Tensor) else type(content).__name__
         raise OSError(f"{file} is no label map: {shape} must be a tensor (2, classes, height, width)")

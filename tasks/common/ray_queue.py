@@ -21,8 +21,9 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.variables import variables_set
-from hf_sparseprior.runs.command import RunStopped, first_line
+from hf_sparseprior.runs.command import RunStopped
 from hf_sparseprior.training import StopRequest
 from tasks.common.machines import LOCAL
 from tasks.common.queue import ATTEMPTS, STATUS, STOPPED, WAKE, AnyQueue, Job, Queue, RunsFailed, duration, makespan

@@ -23,7 +23,6 @@ from hf_sparseprior.images.sources import Images
 from hf_sparseprior.training import Draw
 
 RATIO = (3 / 4, 4 / 3)  # width / height of a box, torchvision's
-GLOBAL_CROPS = 2
 DRAWS = 10  # of a box, until one fits
 SOLARIZE_FROM = 128  # pixels of at least this value are inverted
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.limits import limit_of
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -197,7 +198,7 @@ def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
             files = {Path(member.name).name: archive.extractfile(member) for member in members}
             return {name: file.read() for name, file in files.items() if file is not None}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        reason = str(error).splitlines()[0]  # tarfile has a line for every compression that it tried
+        reason = first_line(error)  # tarfile has a line for every compression that it tried
         raise OSError(f"{path} is not a readable archive or folder ({reason})") from None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.images.config import SPLITS, DataConfig
 from hf_sparseprior.images.sources.images import class_indices, class_of, data_folder, pick_splits, split_files
 from hf_sparseprior.images.sources.tables import (
@@ -17,7 +18,6 @@ from hf_sparseprior.images.sources.tables import (
     check_place,
     class_names,
     find_columns,
-    first_line,
     load_hub,
 )
 from hf_sparseprior.runs.command import shown

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.cli.image_files import PassedOver
 from hf_sparseprior.images.config import DataConfig, Decoding
 from hf_sparseprior.images.sources.images import (
@@ -104,11 +105,6 @@ def _load(what: str, *arguments: Any, **options: Any) -> Any:
         return load_dataset(*arguments, **options)
     except Exception as error:  # datasets raises its own types, pyarrow's among their causes
         raise OSError(f"{what} cannot be read ({first_line(error.__cause__ or error)})") from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def arrow_tables(root: Path, config: DataConfig, passed_over: PassedOver | None = None) -> dict[str, Any]:

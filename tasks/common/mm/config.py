@@ -13,7 +13,7 @@ from mmengine.config import Config, DictAction
 from mmengine.config.utils import MODULE2PACKAGE
 from mmengine.runner import Runner
 
-from hf_sparseprior.runs.command import first_line
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.runs.config import check_known, missing_file, nested_names, split_cell
 from hf_sparseprior.runs.run_folder import default_output_dir
 from hf_sparseprior.training.finite import SETTING

@@ -22,11 +22,11 @@ from mmengine.runner import BaseLoop, Runner
 from mmengine.utils.dl_utils import set_multi_processing
 from torch import distributed
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import replace_durably
 from hf_sparseprior.mm.backbone import check_predictors
 from hf_sparseprior.mm.init_cfg import missing_layers
 from hf_sparseprior.mm.loading import refuse_pickles
-from hf_sparseprior.runs.command import first_line
 from hf_sparseprior.runs.models import take_weights
 from hf_sparseprior.runs.processes import check_joined, join_on_cpu
 from hf_sparseprior.training.finite import SETTING, STOP, check_setting

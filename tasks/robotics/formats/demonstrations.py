@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_sparseprior.runs.command import first_line
+from hf_sparseprior.base.checks import first_line
 from tasks.robotics.formats.episode import Episode
 
 SPLITS = {"train": "train", "validation": "valid"}  # our names and those of both layouts

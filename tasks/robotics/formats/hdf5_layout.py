@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import whole_file
 from hf_sparseprior.base.json_files import parse_json
-from hf_sparseprior.runs.command import first_line
 from tasks.robotics.actions import POSE_ACTION_SIZE, matrix_from_axis_angle, matrix_to_6d
 from tasks.robotics.environment import BASE_FRAME, POSE_ACTION
 from tasks.robotics.formats.demonstrations import (

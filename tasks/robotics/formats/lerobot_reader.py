@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.json_files import read_json_object
 from hf_sparseprior.cli.image_files import decode_image
-from hf_sparseprior.runs.command import first_line
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
     EXECUTED,
@@ -96,7 +96,7 @@ class LeRobotDemonstrations(Demonstrations):
             )
         fps = info.get("fps")
         if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 1000:
-            raise self._fail(f"{INFO} has fps={fps!r}, which must be a number above 0")
+            raise self._fail(f"{INFO} has fps={fps!r}, which must be a number above 0, at most 1000")
         if not isinstance(info.get("features"), dict):
             raise self._fail(f"{INFO} has no features")
         ours = self.path / OURS

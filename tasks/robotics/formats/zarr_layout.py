@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import whole_folder
-from hf_sparseprior.runs.command import first_line
 from tasks.robotics.formats.demonstrations import (
     ACTIONS,
     EXECUTED,
