@@ -61,13 +61,14 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _sparsify(arguments: argparse.Namespace) -> int:
-    from hf_sparseprior.runs.command import run_command
+    from hf_sparseprior.runs.command import run_command, sigterm_as_interrupt
     from hf_sparseprior.sparsification.command import run
 
     def work() -> None:
         print("\n".join(run(arguments)))
 
-    return run_command(f"{PROGRAM} sparsify", work, f"from {arguments.out}/plan.json")
+    with sigterm_as_interrupt():
+        return run_command(f"{PROGRAM} sparsify", work, f"from {arguments.out}/plan.json")
 
 
 def _predict(arguments: argparse.Namespace) -> int:

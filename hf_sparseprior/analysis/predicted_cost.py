@@ -219,6 +219,8 @@ def interleaved_rounds(calls: Sequence[Callable[[], object]], device: torch.devi
     Args:
         budget: seconds for the rounds, which end earlier when ten are done, but not before the third.
     """
+    for call in calls:
+        seconds_per_call(call, 1, device)  # the first call makes tables and compiles kernels
     end = time.perf_counter() + WARM_UP  # a processor and an allocator that have just been woken are slower
     while True:
         once = [seconds_per_call(call, 1, device) for call in calls]

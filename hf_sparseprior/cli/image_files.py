@@ -132,23 +132,30 @@ def decode_image(source: bytes | str | Path, name: str, exif: str = "apply", dep
             than 16 bits are not.
         TooDeep: one line with `name`.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
         if not isinstance(source, bytes) and not stat.S_ISREG(os.stat(source).st_mode):
             raise OSError("it is no regular file")  # a named pipe would be waited for without end
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if image.mode.startswith("I"):
-                if depth16 == "refuse":
-                    raise TooDeep(f"{name} has more than 8 bits a channel")
-                _say_scaled(name)
-            if exif == "apply":
-                ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image)
+            return upright_rgb(image, name, exif, depth16)
     except (MemoryError, TooDeep):
         raise
     except Exception as error:  # Pillow's decoders raise many kinds for damaged files, struct.error among them
         raise OSError(f"{name} is not a readable image ({why_unreadable(error)})") from None
+
+
+def upright_rgb(image: Any, name: str, exif: str, depth16: str) -> Any:
+    """What `decode_image` makes of an opened image, which may be turned in place."""
+    from PIL import ImageOps
+
+    if image.mode.startswith("I"):
+        if depth16 == "refuse":
+            raise TooDeep(f"{name} has more than 8 bits a channel")
+        _say_scaled(name)
+    if exif == "apply":
+        ImageOps.exif_transpose(image, in_place=True)
+    return _to_rgb(image)
 
 
 _scaled: set[str] = set()

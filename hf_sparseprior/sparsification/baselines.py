@@ -109,15 +109,18 @@ def smaller_images(search: Search, share: float) -> Compared | str:
         return search.plan.value(f"share of {size} pixels", measure)
 
     def why_not(step: int) -> str | None:
+        alone = f"the model takes images of {full[0]}x{full[1]} pixels alone"
+        if step < 1:
+            return alone
         try:
             with torch.no_grad():
-                outputs(subject.dense, subject.images(1), step)
+                small = outputs(subject.dense, subject.images(1), step)
         except (ValueError, RuntimeError, AssertionError) as error:
-            return first_line(error)
-        return None
+            return f"{alone} ({first_line(error):.80})"
+        return None if small.shape[1:] == search.dense[0].shape[1:] else "its outputs grow with the image"
 
-    if steps < 2 or (reason := why_not(steps - 1)) is not None:
-        return f"the model takes images of {full[0]}x{full[1]} pixels alone" + (f" ({reason:.80})" if steps > 1 else "")
+    if (reason := why_not(steps - 1)) is not None:
+        return reason
     step = largest_step(steps, lambda step: why_not(step) is not None or share_of(step) <= share)
     if not step or why_not(step) is not None:
         return "no smaller image takes so little time"
@@ -141,10 +144,11 @@ def token_merging(search: Search, share: float) -> Compared | str:
 
     def why_not(step: int) -> str | None:
         try:
-            subject.merging(step / STEPS)
+            with torch.no_grad():
+                merged = subject.outputs(subject.images(1), subject.merging(step / STEPS))
         except ValueError as error:
             return str(error)
-        return None
+        return None if merged.shape[1:] == search.dense[0].shape[1:] else "its outputs are of single tokens"
 
     if (reason := why_not(STEPS - 1)) is not None:
         return reason

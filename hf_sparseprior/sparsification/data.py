@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_sparseprior.base.files import missing_path
-from hf_sparseprior.cli.image_files import PassedOver, as_text, images_below, is_hidden
-from hf_sparseprior.cli.labelled_images import read_image
+from hf_sparseprior.cli.image_files import PassedOver, as_text, images_below, is_hidden, upright_rgb
+from hf_sparseprior.cli.labelled_images import decoding, read_image
+from hf_sparseprior.saving.processor import PROCESSOR
 
 TRAIN, TEST = "train", "test"  # folders that a split may come in
 TESTS = (TEST, "val", "validation", "valid")  # names of the second; the first that there is
@@ -92,7 +93,7 @@ def read_images(
     given: Any,
     labels: Any,
     classes: Sequence[str] | None,
-    prepare: Callable[[Any], Tensor],
+    prepare: Callable[[Any], Tensor] | None,
     processor: Any,
     shape: tuple[int, int, int],
 ) -> Images:
@@ -104,7 +105,7 @@ def read_images(
             `train` and one of the other `TESTS`); or a mapping of `train` and `test` to these.
         labels: class numbers of a tensor's or a list's images; of a mapping a mapping.
         classes: names of the model's classes; None: it has none.
-        prepare: Pillow's image -> (channels, height, width).
+        prepare: Pillow's image -> (channels, height, width); None: not known.
         processor: says how files are decoded. shape: (channels, height, width) of the model's images.
 
     Raises:
@@ -123,22 +124,36 @@ def read_images(
     if isinstance(given, (str, os.PathLike)):
         if labels is not None:
             raise ValueError("labels= is for a tensor or a list of images; a folder has a folder for each class")
-        return _of_folder(Path(given), classes, lambda file: prepare(read_image(file, processor, shape[0])))
+        made = _known(prepare)
+        return _of_folder(Path(given), classes, lambda file: made(read_image(file, processor, shape[0])))
     if isinstance(given, Tensor):
         if given.ndim != 4 or tuple(given.shape[1:]) != shape:
             raise ValueError(f"images of shape {tuple(given.shape)} must be (N, {', '.join(map(str, shape))})")
         tensor = given.detach().float().cpu()
         images = Images(len(tensor), tensor.__getitem__)
     elif isinstance(given, Sequence) and all(hasattr(image, "convert") for image in given):
-        images = Images(len(given), lambda number: prepare(given[number]))
+        made, options = _known(prepare), decoding(processor)
+
+        def decoded(number: int) -> Tensor:
+            return made(upright_rgb(given[number].copy(), f"image {number}", **options))
+
+        images = Images(len(given), decoded)
     else:
         raise ValueError(f"images={given!r:.60} must be a tensor, a list of Pillow's images, or a folder")
     if labels is not None:
         images.labels = [int(label) for label in labels]
-        most = len(classes) if classes is not None else 0
+        if classes is None:
+            raise ValueError("labels= are of a classifier whose images have one class each; this model is none")
+        most = len(classes)
         if len(images.labels) != images.count or not all(0 <= label < most for label in images.labels):
             raise ValueError(f"labels= must be {images.count} class numbers below {most}")
     return images
+
+
+def _known(prepare: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor]:
+    if prepare is None:
+        raise ValueError(f"the model has no {PROCESSOR}, so how its images are prepared is not known (processor=)")
+    return prepare
 
 
 def _joined(train: Images, test: Images) -> Images:
@@ -155,6 +170,8 @@ def _joined(train: Images, test: Images) -> Images:
 
 
 def _of_folder(folder: Path, classes: Sequence[str] | None, read: Callable[[Path], Tensor]) -> Images:
+    if folder.is_file():
+        raise OSError(f"{folder} is a file; give a folder of images")
     if not folder.is_dir():
         raise OSError(missing_path(folder, "give a folder of images"))
     tested = next((name for name in TESTS if (folder / name).is_dir()), None)
@@ -175,6 +192,9 @@ def _of_folder(folder: Path, classes: Sequence[str] | None, read: Callable[[Path
     elif known:
         odd = files[labels.index(None)]
         raise ValueError(f"{odd} lies in no folder of a class of the model, and other images do")
+    elif classes is not None and any(file.parent not in homes for file in files):
+        some = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+        print(f"{folder}: no folder is named as a class of the model ({some}), so images are unlabelled", flush=True)
     if divided:
         images.test = list(range(len(parts[0]), len(files)))
     return images

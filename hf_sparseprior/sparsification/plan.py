@@ -37,7 +37,9 @@ class Plan:
                 raise ValueError(
                     f"{self.path} is of another {' and '.join(names)}; remove it, or choose another folder"
                 )
-            self.values = content["values"]
+            if not isinstance(values := content.get("values"), dict):
+                raise OSError(f"{self.path} is damaged: it has no values; remove it")
+            self.values = values
 
     def __contains__(self, name: str) -> bool:
         return name in self.values

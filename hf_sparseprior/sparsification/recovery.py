@@ -39,9 +39,9 @@ class Recovery:
     Its loss is the sum of that of the search (`Subject.loss`), the relative change of the square of the last block's
     tokens, and the KL divergence from the dense model of what the first prefix token, mostly the class token, attends
     to, as the mean over heads and layers. Of a model with fewer tokens, on smaller images or after merging, it is the
-    first alone. The rate falls as half a cosine over the minutes, which are those of training alone; images are
-    mirrored at random. A step has `BATCH` images, which are seen so many at once as the settings say; a step of
-    several parts has the mean of their losses.
+    first alone. The rate falls as half a cosine over the minutes, which are those of steps, without reading images;
+    these are mirrored at random. A step has `BATCH` images, which are seen so many at once as the settings say; a step
+    of several parts has the mean of their losses.
 
     Args:
         learner: its model is changed in place.
@@ -91,10 +91,11 @@ class Recovery:
         devices = [self.subject.device] if self.subject.device.type == "cuda" else []
         try:
             while self.spent < total:
+                pixels = self._batch()
                 start = clock()
                 with torch.random.fork_rng(devices):  # of dropout; a run that goes on draws the same
                     torch.manual_seed(random.Random(f"{self.settings.seed} {self.steps}").getrandbits(63))
-                    loss = self._step(self.spent / total)
+                    loss = self._step(pixels, self.spent / total)
                 self.spent += clock() - start
                 self.steps += 1
                 if self.spent - said >= SAID_EVERY:
@@ -112,10 +113,9 @@ class Recovery:
         model = self.model.merge_and_unload() if self.settings.tuning == "lora" else self.model
         return model.eval().requires_grad_(False)
 
-    def _step(self, progress: float) -> float:
+    def _step(self, pixels: Tensor, progress: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * 0.5 * (1 + math.cos(math.pi * progress))
-        pixels = self._batch()
         parts = pixels.split(self.settings.micro_batch)
         value = sum(self._backward(part, len(part) / len(pixels)) for part in parts)
         nn.utils.clip_grad_norm_(self.weights, LARGEST_GRADIENT)
@@ -199,8 +199,7 @@ def _prefix_rows(priors: Sequence[PriorAttention]) -> Iterator[list[Tensor]]:
         def see(request: AttentionRequest, *options: Any) -> Any:
             if request.plan.num_prefix_tokens:
                 q, k = request.q[:, :, :1].float(), from_layout(request.plan, request.k).float()
-                scale = q.shape[-1] ** -0.5 if request.scale is None else request.scale
-                rows.append((scale * q @ k.mT).squeeze(2).log_softmax(-1))
+                rows.append((request.logit_scale() * q @ k.mT).squeeze(2).log_softmax(-1))
             return attend(request, *options)
 
         return see

@@ -92,8 +92,8 @@ class Report:
             self._table(),
             "",
             f"Times are medians of calls with {self.batch} {'images' if self.batch > 1 else 'image'} in turns with the "
-            f"dense model, which takes {1000 * self.dense_seconds:.1f} ms, on {self.machine}. Intervals are of 95 %, "
-            f"over {self.images['test']} test images, which the search has not seen.",
+            f"dense model, which takes {1000 * self.dense_seconds:.1f} ms, in float32 on {self.machine}. Intervals are "
+            f"of 95 %, over {self.images['test']} test images, which the search has not seen.",
             "",
             f"![loss over time]({PICTURE})",
             "",

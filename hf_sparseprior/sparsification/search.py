@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.resolved import ResolvedPrior
 from hf_sparseprior.priors.layer import PriorAttention
+from hf_sparseprior.saving.saved_processor import MAX_SIDE
 from hf_sparseprior.sparsification import timing
 from hf_sparseprior.sparsification.candidates import Candidate
 from hf_sparseprior.sparsification.choice import DENSE, UNITS, Point, frontier, least_loss, promising
@@ -128,7 +129,7 @@ class Search:
             try:
                 with torch.no_grad():
                     changed()  # makes tables, too
-            except (RuntimeError, MemoryError) as error:  # too little memory, or no backend
+            except Exception as error:  # too little memory, no backend, or what a compiler of kernels says
                 self.refused[candidate.name] = first_line(error)
             else:
                 calls[candidate.name] = changed
@@ -269,18 +270,21 @@ class Search:
         all of the sparse model, as the number. So with n times the tokens the least share is least / (1 - q + n q).
         """
         (height, width), pairs, fastest = self.subject.sides, 0.0, 1.0
+        where = f"at {height}x{width} pixels, {self.settings.batch} at once, on this machine"
+        if (least := math.ceil(100 * least) / 100) >= 1:
+            return f"budget={budget} cannot be met: no choice is faster than dense attention {where}; try larger images"
         for layer, share, saved in zip(self.subject.layers, self.dense_shares, self.table, strict=True):
             tokens = math.prod(layer.grid)
             if layer in self.subject.see_all:
                 pairs += share * tokens / (tokens + 2 * layer.width)
             fastest -= max((share_saved for share_saved in saved[1:] if share_saved > -math.inf), default=0.0)
-        text = (
-            f"budget={budget} must be {math.ceil(100 * least) / 100} or more at {height}x{width} pixels on this machine"
-        )
+        text = f"budget={budget} must be {least} or more {where}"
         if pairs < 0.001:
             return f"{text}; larger images would not change that, as layers see windows alone"
         growth = (min(least, fastest) / budget - 1 + pairs) / pairs
         sides = [math.ceil(side * math.sqrt(max(growth, 1.0)) / 32) * 32 for side in (height, width)]
+        if growth <= 1 or max(sides) > MAX_SIDE:
+            return text
         return f"{text}; at about {sides[0]}x{sides[1]} it could be met (an estimate, by how attention grows)"
 
 

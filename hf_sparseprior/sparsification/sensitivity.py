@@ -2,6 +2,7 @@
 
 A layer is changed alone, all others stay dense, so a candidate takes a forward pass. What the blocks before the layer
 give does not change: it is computed once, and these blocks do not run again, where all blocks give tokens of one shape.
+Where the next block alone reads it, that of the last of them is kept.
 """
 
 from __future__ import annotations
@@ -56,20 +57,37 @@ class LayerChanged:
     def losses(self, prior: ResolvedPrior, batches: Iterable[int]) -> list[float]:
         """Loss on each image of these batches, given by their numbers."""
         found, layer = [], self.subject.layers[self.number]
+        after = layer.dense.with_pairs(prior)  # its tables are made once
         for batch in batches:
             pixels = self.batches[batch]
             if batch not in self.before:
-                self.before[batch] = _outputs_before(self.subject, self.blocks, self.number, pixels)
+                self.before[batch] = self._outputs_before(pixels) if self.number else []
             before = self.before[batch]
-            with layer.changed(layer.dense.with_pairs(prior)), _skipped(self.blocks, before):
+            with layer.changed(after), _skipped(self.blocks, before):
                 found.append(self.subject.loss(self.subject.outputs(pixels), self.dense[batch]))
         return torch.cat(found).tolist()
 
+    def _outputs_before(self, pixels: Tensor) -> list[Any]:
+        outputs = _outputs_of_blocks(self.subject, self.blocks, pixels)[: self.number]
+        return outputs[-1:] * len(outputs) if read_in_sequence(self.subject) else outputs
 
-def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, pixels: Tensor) -> list[Any]:
-    """What each block before a layer's gives; nothing if they cannot be left out."""
+
+def read_in_sequence(subject: Subject) -> bool:
+    """Whether what each block gives is read by the next one alone, and not, as for feature maps, by the head too."""
+    if subject.in_sequence is None:
+        blocks, pixels = [layer.block for layer in subject.layers], subject.images(1)
+        before = _outputs_of_blocks(subject, blocks, pixels)[:-1]
+        with _skipped(blocks, before):
+            expected = subject.outputs(pixels)
+        with _skipped(blocks, before[-1:] * len(before)):
+            subject.in_sequence = torch.equal(subject.outputs(pixels), expected)
+    return subject.in_sequence
+
+
+def _outputs_of_blocks(subject: Subject, blocks: Sequence[nn.Module], pixels: Tensor) -> list[Any]:
+    """What each block gives; nothing if they cannot be left out."""
     seen: list[Any] = []
-    if number == 0 or len(set(map(id, blocks))) < len(blocks):
+    if len(set(map(id, blocks))) < len(blocks):
         return []
     handles = [block.register_forward_hook(lambda module, args, output: seen.append(output)) for block in blocks]
     try:
@@ -78,7 +96,7 @@ def _outputs_before(subject: Subject, blocks: Sequence[nn.Module], number: int, 
         for handle in handles:
             handle.remove()
     shapes = {tokens_of(output).shape for output in seen}
-    return seen[:number] if len(seen) == len(blocks) and len(shapes) == 1 else []
+    return seen if len(seen) == len(blocks) and len(shapes) == 1 else []
 
 
 def tokens_of(output: Any) -> Tensor:

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, check_keys, check_within, first_line
+from hf_sparseprior.base.checks import (
+    check_boolean,
+    check_finite,
+    check_integer,
+    check_keys,
+    check_within,
+    first_line,
+    python_value,
+)
 from hf_sparseprior.cli.arguments import TUNING_AFTERWARDS
 from hf_sparseprior.cli.deployment import checked_sides
 
@@ -83,15 +91,18 @@ class Settings:
 
 
 def check_device(device: Any) -> None:
-    """Raise ValueError for a device that there is not."""
+    """Raise ValueError for a device that there is not, or whose times are not known here."""
     try:
+        if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+            raise ValueError(f"device={device!r} must be cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"device={device!r}: {first_line(error).rstrip('.')}") from None
 
 
 def check_budget(budget: Any) -> float:
-    """`budget` as it is if it is above 0 and below 1."""
+    """`budget` if it is above 0 and below 1."""
+    budget = python_value(budget)
     check_within("budget", budget, 0.0, 1.0, "a share of the dense model's time, above 0 and below 1")
     if budget in (0, 1):
         raise ValueError(f"budget={budget!r} must be a share of the dense model's time, above 0 and below 1")

@@ -21,7 +21,9 @@ from transformers.utils import CONFIG_NAME
 
 from hf_sparseprior.adapters.lora import lora_config
 from hf_sparseprior.analysis.pictures import pyplot
+from hf_sparseprior.base.checks import first_line
 from hf_sparseprior.base.files import replace_durably, whole_folder, write_text
+from hf_sparseprior.base.version import __version__
 from hf_sparseprior.cli.deployment import fitted_processor, saved_processor, stock_sides
 from hf_sparseprior.cli.export import exported_source
 from hf_sparseprior.cli.labelled_images import pixel_values
@@ -133,9 +135,15 @@ def sparsify(
         _check_out(folder)
     with _alone(folder):
         job = _begin(model, images, labels, processor, folder, chosen, say or (lambda line: None))
-        points = job.search.points(budget)
-        point = job.search.meet(points, budget)
-        result = job.finish(points, point, budget)
+        try:
+            points = job.search.points(budget)
+            point = job.search.meet(points, budget)
+            result = job.finish(points, point, budget)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{first_line(error)} Fewer calibration images, a smaller image_size or batch, and in recovery a "
+                "smaller micro_batch need less"
+            ) from None
         if folder is not None:
             _write_into(result, folder)
     return result
@@ -261,7 +269,11 @@ def _begin(
         f"{images.count} images: {len(parts.calibration)} for calibration, {len(parts.recovery)} for recovery, "
         f"{len(parts.test)} for the test of {measure_name(subject, images)}"
     )
-    batches = [images.pixels(numbers) for numbers in images.batches(parts.calibration, CALIBRATION_BATCH)]
+    read = [images.readable(numbers) for numbers in images.batches(parts.calibration, CALIBRATION_BATCH)]
+    batches = [torch.stack(list(pixels.values())) for pixels in read if pixels]
+    if not batches:
+        why = next(iter(images.unreadable.values()))
+        raise OSError(f"none of {len(parts.calibration)} images for calibration can be read; {why}")
     tokens = max(layer.grid[0] * layer.grid[1] for layer in subject.layers)
     listed = settings.candidates
     candidates = default_candidates(tokens) if listed is None else parse_candidates(listed)
@@ -270,6 +282,8 @@ def _begin(
         "image size": subject.sides,
         "images at once": settings.batch,
         "machine": f"{_machine(settings.place)}, torch {torch.__version__}",
+        "version": __version__,
+        "kernels": [os.environ.get("SPARSEPRIOR_BACKEND"), torch.get_float32_matmul_precision()],
         "candidates": [candidate.name for candidate in candidates],
         "calibration images": digest(batches),
         "seconds": settings.seconds,
@@ -286,21 +300,27 @@ def _images(given: Any, labels: Any, subject: Subject, prepared: dict[str, Any] 
         with tempfile.TemporaryDirectory() as scratch:
             write_text(Path(scratch) / PROCESSOR, json.dumps(prepared))
             loaded = load_image_processor(scratch)
-    channels = subject.exported.num_channels
+    channels, sides = subject.exported.num_channels, "x".join(map(str, subject.sides))
 
     def prepare(image: Any) -> Tensor:
-        if loaded is None:
-            raise ValueError(f"the model has no {PROCESSOR}, so how its images are prepared is not known (processor=)")
-        return pixel_values([image], loaded, channels)[0]
+        pixels = pixel_values([image], loaded, channels)[0]
+        if pixels.shape[-2:] != subject.sides:
+            size = "x".join(map(str, pixels.shape[-2:]))
+            raise ValueError(
+                f"the image processor gives {size} pixels; the model is for {sides}, so it must resize or crop"
+            )
+        return pixels
 
     classes = subject.exported.labels if subject.classifies else None
     if classes is None and subject.classifies:  # of timm
         classes = [str(number) for number in range(subject.outputs(subject.images(1)).shape[-1])]
-    return read_images(given, labels, classes, prepare, loaded, (channels, *subject.sides))
+    return read_images(given, labels, classes, None if loaded is None else prepare, loaded, (channels, *subject.sides))
 
 
 def _check_out(folder: Path) -> None:
     """Raise OSError unless a folder is new, empty, or has a search that was stopped."""
+    if folder.exists() and not folder.is_dir():
+        raise OSError(f"{folder} is a file; choose a new name")
     if (folder / JSON).exists():
         raise OSError(f"{folder} holds a finished result; choose a new name")
     if folder.is_dir() and os.listdir(folder) and not any((folder / name).exists() for name in (PLAN, LOCK)):
@@ -323,12 +343,18 @@ def _alone(folder: Path | None) -> Iterator[None]:
     Raises:
         OSError: if one does.
     """
-    with ExitStack() as held:
-        if folder is not None:
-            with suppress(NoLocks):
-                if not held.enter_context(locked(folder / LOCK)):
-                    raise OSError(f"{folder} is being written by another process")
-        yield
+    is_new = folder is not None and not folder.exists()
+    try:
+        with ExitStack() as held:
+            if folder is not None:
+                with suppress(NoLocks):
+                    if not held.enter_context(locked(folder / LOCK)):
+                        raise OSError(f"{folder} is being written by another process")
+            yield
+    finally:
+        if folder is not None and is_new:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
 
 
 def _machine(device: torch.device) -> str:

@@ -86,14 +86,15 @@ class Subject:
         device: where it runs.
 
     Raises:
-        ValueError: for a model that is not dense, drops tokens, takes clips, or has no attention layer that takes a
-            prior.
+        ValueError: for a model that is not dense, drops tokens, takes clips, draws numbers in evaluation, or has no
+            attention layer that takes a prior.
     """
 
     def __init__(self, model: Any, sides: tuple[int, int] | None, device: torch.device) -> None:
         self.device = device
+        self.in_sequence: bool | None = None  # kept by `sensitivity.read_in_sequence`
         self.original = own_copy(model)  # what is built starts from it
-        _without_eager(self.original)
+        _with_sdpa(self.original)
         self.exported = Exportable(copy.deepcopy(self.original), sides)
         self.dense: Any = self.exported.model.to(device)  # resized
         self.sides, self.ours = self.exported.sides, self.exported.family is not None
@@ -114,6 +115,10 @@ class Subject:
             _check_dense(layer.dense.prior, self.exported.title)
         if not any(layer.takes_support for layer in self.layers):
             raise ValueError(f"{self.exported.title} has no attention layer that takes a prior")
+        with torch.no_grad():
+            once, again = (self.outputs(self.images(1)) for _ in range(2))
+        if once.shape != again.shape or not torch.allclose(once, again, rtol=1e-2, atol=1e-2, equal_nan=True):
+            raise ValueError(f"{self.exported.title} gives other outputs in each call for one image")
 
     def _our_layers(self) -> list[Layer]:
         stages = [stage for stage in self.model.config.stages for _ in range(stage.num_layers)]
@@ -273,9 +278,11 @@ class Subject:
         return model.eval().requires_grad_(False).to(self.device)
 
 
-def _without_eager(model: Any) -> None:
-    """Attention that is written out, which is asked for to see its weights, would hide what a prior saves."""
-    if isinstance(model, PreTrainedModel) and model._supports_sdpa and model.config._attn_implementation == "eager":
+def _with_sdpa(model: Any) -> None:
+    """The dense model is timed with the attention that dense layers of the result have. One that is written out would
+    hide what a prior saves; others take no float32, or are compiled.
+    """
+    if isinstance(model, PreTrainedModel) and model._supports_sdpa and model.config._attn_implementation != "sdpa":
         model.set_attn_implementation("sdpa")
 
 

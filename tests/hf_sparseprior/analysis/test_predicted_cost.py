@@ -90,6 +90,23 @@ def test_noise_does_not_make_the_whole_cheaper_than_a_part(monkeypatch):
     assert (cost.lower, cost.seconds, cost.upper) == (2.5, 3.0, 4.5)  # quartiles of 2, 3 and 1 + 10 * 0.5
 
 
+def test_what_a_first_call_makes_is_not_counted(monkeypatch):
+    """It may compile a kernel for seconds; then the call would hardly be repeated."""
+    from hf_sparseprior.analysis import predicted_cost
+
+    timed = {"slow at first": [], "fast": []}
+
+    def seconds_per_call(call, repeats, device):
+        timed[call].append(repeats)
+        return 2.0 if call == "slow at first" and len(timed[call]) == 1 else 2e-4
+
+    monkeypatch.setattr(predicted_cost, "seconds_per_call", seconds_per_call)
+    monkeypatch.setattr(predicted_cost, "WARM_UP", 0.0)
+    rounds = predicted_cost.interleaved_rounds(list(timed), CPU, 1e9)
+    assert rounds == [[2e-4, 2e-4]] * 10
+    assert timed["slow at first"] == timed["fast"] and timed["fast"][-1] > 1
+
+
 def test_what_cannot_be_predicted_is_refused():
     for prior in ("evit", "dynamicvit"):
         config = preset_family("vit_tiny").make_config("vit_tiny", prior=f"fibottention+{prior}")

@@ -82,10 +82,10 @@ def killed_after(training, step):
     """Training that a signal ends when so many steps are done."""
     steps = training._step
 
-    def die(progress):
+    def die(pixels, progress):
         if training.steps == step:
             raise Killed
-        return steps(progress)
+        return steps(pixels, progress)
 
     training._step = die
     with pytest.raises(Killed):
@@ -146,7 +146,7 @@ def test_a_step_in_parts_is_the_same_step(micro_batch):
             subject, Compared("half", 1.0, model_of("ours"), half), plain.images, plain.numbers, settings, None
         )
         made.optimizer = SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda: None)  # gradients stay
-        made._step(0.0)
+        made._step(made._batch(), 0.0)
         assert sum(seen) == 16 and max(seen) == min(size, 16)
         after.append([weight.grad for weight in made.weights if weight.grad is not None])
     assert len(after[0]) > 20 and sum(float(grad.square().sum()) for grad in after[0]) > 1e-6

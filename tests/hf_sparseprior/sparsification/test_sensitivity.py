@@ -6,7 +6,12 @@ import torch
 
 import hf_sparseprior as sp
 from hf_sparseprior.sparsification.candidates import parse_candidates
-from hf_sparseprior.sparsification.sensitivity import LayerChanged, dense_outputs, losses_of
+from hf_sparseprior.sparsification.sensitivity import (
+    LayerChanged,
+    dense_outputs,
+    losses_of,
+    tokens_of,
+)
 from hf_sparseprior.sparsification.subject import Subject
 from tests.each import each
 from tests.hf_sparseprior.adapters.stock_models import STOCK
@@ -52,6 +57,26 @@ def test_losses_are_those_of_the_model_with_the_layer_changed(kind, layer):
         assert loss == pytest.approx(float(divergence), rel=1e-3, abs=1e-8)
         # Every pattern keeps all pairs of the class token, which is all that the last layer's output is for.
         assert loss > 1e-6 if layer < 2 else loss < 1e-10
+
+
+@each("kind", [*BUILDERS, "feature maps"])
+def test_what_blocks_give_is_kept_where_more_than_the_next_one_reads_it(kind):
+    if kind == "feature maps":
+        config = sp.SparsePriorViTConfig(**SIZES, out_features=["stage1", "stage3"])
+        model = sp.SparsePriorViTBackbone(config).eval()
+    else:
+        model = model_of(kind)
+    subject, batches = Subject(model, None, CPU), [images_of(2)]
+    dense, prior = dense_outputs(subject, batches), subject.prior_of(subject.layers[2], parse_candidates(CANDIDATES)[0])
+    losses = []
+    for asked in (False, None):
+        subject.in_sequence, changed = asked, LayerChanged(subject, 2, batches, dense)
+        losses.append(changed.losses(prior, [0]))
+        kept = {id(tokens_of(output)) for output in changed.before[0]}
+        assert subject.in_sequence == (asked is None and kind != "feature maps")
+        assert len(changed.before[0]) == 2 and len(kept) == (1 if subject.in_sequence else 2)
+    assert losses[0] == losses[1]
+    assert torch.equal(subject.outputs(batches[0]), dense[0])  # blocks run again
 
 
 @each("kind", BUILDERS)

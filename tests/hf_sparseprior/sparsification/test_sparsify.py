@@ -3,6 +3,8 @@ import itertools
 import json
 import math
 import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageClassification, TimmWrapperConfig, TimmWrapperForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    ViTConfig,
+    ViTMAEConfig,
+    ViTMAEModel,
+    ViTModel,
+)
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 from transformers.utils import import_utils, is_timm_available
 
@@ -38,9 +48,11 @@ from tests.hf_sparseprior.adapters.stock_models import STOCK
 from tests.hf_sparseprior.small import SMALL
 from tests.hf_sparseprior.sparsification.fakes import (
     BUILDERS,
+    CANDIDATES,
     NAMES,
     SECONDS,
     SETTINGS,
+    SIZES,
     Timer,
     images_of,
     model_of,
@@ -154,9 +166,28 @@ def test_a_budget_below_the_fastest_choice_is_refused(kind, timer, monkeypatch):
     """Before any loss is computed."""
     timer()
     monkeypatch.setattr(Search, "losses", None)
-    message = r"budget=0.3 must be 0.4 or more at 32x32 pixels on this machine; at about (\d+)x\1 it could be met"
+    message = r"budget=0.3 must be 0.4 or more at 32x32 pixels, 1 at once, on this machine; at about (\d+)x\1 it could"
     with pytest.raises(ValueError, match=message):
         sp.sparsify(model_of(kind), images_of(), 0.3, settings=SETTINGS)
+    with pytest.raises(
+        ValueError, match=r"budget=1e-06 must be 0.4 or more at 32x32 pixels, 1 at once, on this machine$"
+    ):
+        sp.sparsify(model_of(kind), images_of(), 1e-6, settings=SETTINGS)  # no image is as large
+
+
+@each("slower", [*NAMES, "the whole"])
+def test_where_nothing_is_faster_the_refusal_says_so(slower, timer, monkeypatch):
+    fake = timer()
+    plain = fake.whole
+    if slower == "the whole":
+        fake.whole = lambda name: 1.13 if name.startswith("choice") else plain(name)
+    for name in NAMES if slower != "the whole" else ():
+        monkeypatch.setitem(SECONDS, name, 0.3)
+    message = (
+        "budget=0.6 cannot be met: no choice is faster than dense attention at 32x32 pixels, 1 at once, on this mac"
+    )
+    with pytest.raises(ValueError, match=message):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS)
 
 
 def test_the_choice_is_timed_once_more_and_that_is_what_the_report_says(timer):
@@ -236,6 +267,7 @@ def test_bad_budgets_are_refused(budget):
         ({"seconds": 0}, "seconds=0 must be a number above 0"),
         ({"minutes": -1}, "minutes=-1 must be a number of 0 or more"),
         ({"device": "abacus"}, "device='abacus': "),
+        ({"device": "meta"}, "device='meta' must be cpu or cuda"),
         ({"tuning": "lora"}, "tuning, learning_rate, recover_all, micro_batch are of recovery, for which minutes is 0"),
         ({"recover_all": True}, "recover_all, micro_batch are of recovery, for which minutes is 0"),
         ({"micro_batch": 4}, "recover_all, micro_batch are of recovery, for which minutes is 0"),
@@ -389,7 +421,7 @@ def test_no_loss_is_computed_twice(timer, tmp_path, monkeypatch):
     sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
     (out / "report.json").unlink()
     monkeypatch.setattr("hf_sparseprior.sparsification.search.losses_of", None)
-    monkeypatch.setattr("hf_sparseprior.sparsification.sensitivity._outputs_before", None)
+    monkeypatch.setattr("hf_sparseprior.sparsification.sensitivity._outputs_of_blocks", None)
     sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=out)
 
 
@@ -557,13 +589,14 @@ def test_a_model_of_timm_in_one_of_transformers_is_saved(timer, tmp_path, monkey
     assert found.report.rows[0].value == 1.0 and found.report.measure.startswith("agreement")
 
 
-def test_what_cannot_run_or_saves_nothing_is_left_out_and_said(timer, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, Exception])  # Triton's are of no other type
+def test_what_cannot_run_or_saves_nothing_is_left_out_and_said(error, timer, monkeypatch):
     timer()
     attend = sp.SparsePriorAttention.forward
 
     def forward(layer, *args, **options):
         if layer.prior["support"]["name"] == "neighborhood":
-            raise RuntimeError("can't allocate memory\nin a call")
+            raise error("can't allocate memory\nin a call")
         return attend(layer, *args, **options)
 
     monkeypatch.setattr(sp.SparsePriorAttention, "forward", forward)
@@ -586,6 +619,14 @@ def test_two_searches_in_one_folder_are_refused(timer, tmp_path):
 
 def test_a_folder_of_something_else_is_left_alone(timer, tmp_path):
     timer()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file is a file; choose a new name"):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=tmp_path / "file")
+    (tmp_path / "file").unlink()
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match="is of another model"):
+        sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, out=tmp_path)
+    (tmp_path / "plan.json").unlink()
     model_of("ours").save_pretrained(tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(OSError, match="holds other files; choose a new name"):
@@ -626,6 +667,58 @@ def test_images_that_cannot_be_read_are_left_out_and_said(timer, tmp_path):
         sp.sparsify(model_of("ours"), tmp_path, 0.6, settings=SETTINGS)
 
 
+@each("seed", range(4))
+def test_images_for_calibration_that_cannot_be_read_are_left_out(seed, timer, tmp_path, capsys):
+    timer()
+    home = tmp_path / str(seed)
+    photos(home, CLASSES, 7)
+    names = (f"{CLASSES[0]}secret_0.png", f"{CLASSES[1]}secret_1.png")
+    (home / CLASSES[0] / "secret_0.png").write_bytes(b"nothing")
+    Image.fromarray(np.full((40, 40), 30000, np.uint16)).save(home / CLASSES[1] / "secret_1.png")
+    settings = {**SETTINGS, "candidates": CANDIDATES[:1], "seed": seed, "calibration": 100}
+    files = sorted(home.rglob("*.png"))
+    damaged = [number for number, file in enumerate(files) if file.parent.name + file.name in names]
+    parts = split(Images(21, lambda number: torch.zeros(1)), 100, 1000, seed)
+    report = sp.sparsify(model_of("ours"), home, 0.6, settings=settings).report
+    for part in ("calibration", "test"):
+        own = getattr(parts, part)
+        assert report.images[part] == len(own) - len({*own} & {*damaged}) and len(damaged) == 2
+    for file in home.rglob("*.png"):
+        file.write_bytes(b"nothing")
+    with pytest.raises(OSError, match="none of 5 images for calibration can be read; "):
+        sp.sparsify(model_of("ours"), home, 0.6, settings=settings)
+
+
+def test_folders_of_other_names_are_said_to_be_no_classes(timer, tmp_path, capsys):
+    timer()
+    photos(tmp_path, ["cat", "dog"], 8)
+    report = sp.sparsify(model_of("ours"), tmp_path, 0.6, settings=SETTINGS).report
+    assert report.measure.startswith("agreement")
+    line = (
+        f"{tmp_path}: no folder is named as a class of the model (LABEL_0, LABEL_1, LABEL_2), so images are unlabelled"
+    )
+    assert line in capsys.readouterr().out.splitlines()
+    photos(tmp_path / "plain", ["."], 8)
+    sp.sparsify(model_of("ours"), tmp_path / "plain", 0.6, settings=SETTINGS)
+    assert "no folder is named" not in capsys.readouterr().out
+    with pytest.raises(OSError, match=r"secret_1\.png is a file; give a folder of images"):
+        sp.sparsify(model_of("ours"), tmp_path / "cat" / "secret_1.png", 0.6, settings=SETTINGS)
+
+
+def test_models_whose_outputs_grow_with_the_image_are_not_compared_with_smaller_ones(timer):
+    timer()
+    torch.manual_seed(0)
+    config = ViTConfig(**{key: value for key, value in SIZES.items()})
+    report = sp.sparsify(ViTModel(config, add_pooling_layer=False).eval(), images_of(), 0.6, settings=SETTINGS).report
+    notes = {row.name: row.note for row in report.rows if row.note}
+    assert notes["dense, smaller images"] == "left out: its outputs grow with the image"
+    ours = sp.SparsePriorViTBackbone(sp.SparsePriorViTConfig(**SIZES)).eval()
+    notes = {
+        row.name: row.note for row in sp.sparsify(ours, images_of(), 0.6, settings=SETTINGS).report.rows if row.note
+    }
+    assert notes["dense, smaller images"] == "left out: its outputs grow with the image"
+
+
 def test_layers_with_decays_of_their_own_are_no_reason_to_fail(timer):
     timer()
     config = copy.deepcopy(model_of("ours").config)
@@ -638,14 +731,22 @@ def test_layers_with_decays_of_their_own_are_no_reason_to_fail(timer):
 def test_attention_written_out_is_not_what_is_timed(timer):
     """It is asked for to see weights; a prior would save little in it."""
     timer()
-    for kind in ("ours", "transformers"):
+    for kind, asked in (("ours", "eager"), ("transformers", "eager"), ("transformers", "flash_attention_2")):
         model = model_of(kind)
-        model.set_attn_implementation("eager")
+        model.config._attn_implementation_internal = asked  # one of them cannot be set here
         subject = Subject(model, None, torch.device("cpu"))
-        assert model.config._attn_implementation == "eager"  # it is the user's
-        assert subject.model.config._attn_implementation != "eager"
+        assert model.config._attn_implementation == asked  # it is the user's
+        assert subject.dense.config._attn_implementation not in ("eager", asked)
         found = sp.sparsify(model, images_of(), 0.6, settings=SETTINGS)
-        assert found.model.config._attn_implementation != "eager"
+        assert found.model.config._attn_implementation not in ("eager", asked)
+
+
+def test_a_model_that_draws_numbers_is_refused(timer):
+    timer()
+    torch.manual_seed(0)
+    model = ViTMAEModel(ViTMAEConfig(**SIZES)).eval()  # hides patches at random
+    with pytest.raises(ValueError, match=r"ViTMAE.* gives other outputs in each call for one image"):
+        sp.sparsify(model, images_of(), 0.6, settings=SETTINGS)
 
 
 def test_models_of_timm_say_that_their_size_is_fixed(timer):
@@ -670,6 +771,14 @@ def test_a_list_of_images_is_prepared_as_the_model_wants_them(timer):
     assert report.images == {"calibration": 3, "recovery": 3, "test": 6}
     with pytest.raises(ValueError, match="has no preprocessor_config"):
         sp.sparsify(model_of("transformers"), photos_of, 0.6, settings=SETTINGS)
+    deep = [Image.fromarray(np.full((40, 40), 30000, np.uint16)) for _ in range(12)]
+    with pytest.raises(OSError, match="has more than 8 bits a channel"):
+        sp.sparsify(model_of("ours"), deep, 0.6, settings=SETTINGS)
+    turned = [photo.rotate(90) for photo in photos_of]
+    for photo in turned:
+        photo.getexif()[0x0112] = 6
+    sp.sparsify(model_of("ours"), turned, np.float32(0.6), settings=SETTINGS)
+    assert all(photo.getexif()[0x0112] == 6 for photo in turned)  # they are the user's
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -715,16 +824,18 @@ def test_the_command_takes_images_without_classes_at_another_size(timer, tmp_pat
     assert "agreement" in capsys.readouterr().out
 
 
-def test_ctrl_c_says_where_it_goes_on(timer, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_says_where_it_goes_on(sent, status, timer, tmp_path, capsys, monkeypatch):
     fake = timer()
     model_of("ours").save_pretrained(tmp_path / "model")
     photos(tmp_path / "photos", CLASSES)
 
     def interrupt(*given):
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), sent)
+        time.sleep(10)
 
     monkeypatch.setattr(timing, "seconds_of_rounds", interrupt)
-    assert main(arguments(tmp_path)) == 130
+    assert main(arguments(tmp_path)) == status
     assert f"the same command goes on from {tmp_path / 'out'}/plan.json" in capsys.readouterr().err
     monkeypatch.setattr(timing, "seconds_of_rounds", fake)
     assert main(arguments(tmp_path)) == 0
@@ -745,6 +856,7 @@ def test_errors_of_the_command_are_one_line(more, message, timer, tmp_path, caps
     assert main(arguments(tmp_path, *more)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error and error.startswith(("sparseprior sparsify: ", "python -m hf_sparseprior sparsify: "))
+    assert "--budget" in more or not (tmp_path / "out").exists()
 
 
 def test_a_folder_where_some_images_have_a_class_is_refused(timer, tmp_path):
