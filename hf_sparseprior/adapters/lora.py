@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from hf_sparseprior.adapters.stock_families import stock_projections
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.base.families import FAMILIES, ProjectionNames
 
 # Names of the modules that hold a learned decay's scalars, an extra or a mixer, and names of classifiers in our and in
@@ -122,17 +123,13 @@ def check_settings(
     """Raise ValueError for a value that `lora_config` cannot take. `where` is put before the field's name."""
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise ValueError(f"{where}rank={rank!r} must be an integer of 1 or more")
-    if alpha is not None and not (_is_number(alpha) and 0 < alpha < math.inf):
+    if alpha is not None and not (is_number(alpha) and 0 < alpha < math.inf):
         raise ValueError(f"{where}alpha={alpha!r} must be a number above 0")
-    if not _is_number(dropout) or not 0 <= dropout < 1:
+    if not is_number(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"{where}dropout={dropout!r} must be in [0, 1)")
     listed = isinstance(targets, (list, tuple)) and targets and all(isinstance(t, str) and t for t in targets)
     if targets is not None and targets not in TARGETS and not listed:
         raise ValueError(f"{where}targets={targets!r} must be one of {', '.join(TARGETS)}, or a list of module names")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _model_type(model: nn.Module) -> str:

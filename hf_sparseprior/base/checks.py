@@ -65,9 +65,14 @@ def check_percentage(name: str, value: Any) -> float:
     return check_within(name, value, 0, 100, "a percentage from 0 to 100")
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python's; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_within(name: str, value: Any, low: float, high: float, allowed: str) -> float:
     """`value` as it is if it is a number from `low` to `high`; `allowed` says so in words."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be {allowed}")
     return value
 

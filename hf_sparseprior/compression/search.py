@@ -36,6 +36,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.base.layer_sizes import CONV_WIDTH, HEAD_WIDTH, HEADS, MLP_WIDTH, STEM_WIDTH, VALUE_WIDTH, WIDTH
 from hf_sparseprior.compression.units import Group, Units
 
@@ -282,8 +283,7 @@ def _rank_and_processes() -> tuple[int, int]:
 
 def check_search(ratio: Any, structures: Any, where: str = "") -> None:
     """Raise ValueError for values that no search can have. `where`: goes before names in errors."""
-    number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-    if not number or not 0 < ratio < 1:
+    if not is_number(ratio) or not 0 < ratio < 1:
         raise ValueError(f"{where}ratio={ratio!r} must be a number above 0 and below 1")
     listed = isinstance(structures, (list, tuple)) and len(structures) > 0
     if not listed or len(set(structures)) < len(structures) or not set(structures) <= set(STRUCTURES):

@@ -128,3 +128,13 @@ def save_for_transformers(cls: Any, config: Any, weights: dict[str, Tensor], fol
     check_whole(folder, info)
     if info["unexpected_keys"]:
         raise OSError(f"{cls.__name__} has no place for {', '.join(sorted(info['unexpected_keys']))}")
+
+
+def write_timm(weights: dict[str, Tensor], settings: dict[str, Any], out: Path) -> str:
+    """Write a .safetensors file, or a folder with a config.json of these settings. Returns what was written."""
+    if out.suffix == ".safetensors":
+        save_file(weights, out, metadata={"format": "pt"})
+        return "weights under timm's names"
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
+    return f"timm's {settings['architecture']} with arguments of its own"

@@ -6,7 +6,6 @@ in timm's layout have a config.json that does. The original saves the weights al
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.base.files import write_text
-from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse, write_timm
 from hf_sparseprior.convert.timm_vit import data_fields, replace_stem, swapped
 from hf_sparseprior.models.base_config import as_pair
 from hf_sparseprior.models.configuration_sparseprior_convit import PRESETS, SparsePriorConvitConfig
@@ -169,13 +166,7 @@ def write(model: Any, target: str, out: Path) -> list[str]:
     if target == "original":
         torch.save(weights, out)
         return ["weights as ConViT's own repository names them"]
-    if out.suffix == ".safetensors":
-        save_file(weights, out, metadata={"format": "pt"})
-        return ["weights under timm's names"]
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    settings = timm_config(model.config, weights)
-    write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
-    return [f"timm's {settings['architecture']} with arguments of its own"]
+    return [write_timm(weights, timm_config(model.config, weights), out)]
 
 
 def _their_weights(weights: dict[str, Tensor], num_local_layers: int) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ image size is in none of them, only in a config.json of timm's layout.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -15,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.base.files import write_text
-from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse
+from hf_sparseprior.convert.common import field_problems, one_if_square, plain_weights, refuse, write_timm
 from hf_sparseprior.convert.timm_vit import data_fields, join_qkv, replace_stem, split_qkv, swapped
 from hf_sparseprior.convert.transformers_swin import our_table, their_table
 from hf_sparseprior.models.base_config import as_pair
@@ -233,13 +230,7 @@ def write(model: Any, target: str, out: Path) -> list[str]:
     if original:
         torch.save({"model": {**weights, **derived_buffers(config)}}, out)
         return ["weights as Swin's own repository names them"]
-    if out.suffix == ".safetensors":
-        save_file(weights, out, metadata={"format": "pt"})
-        return ["weights under timm's names"]
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    settings = timm_config(config, weights)
-    write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
-    return [f"timm's {settings['architecture']} with arguments of its own"]
+    return [write_timm(weights, timm_config(config, weights), out)]
 
 
 def _their_name(name: str, original: bool) -> str:

@@ -7,7 +7,6 @@ one.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -15,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_sparseprior.base.files import write_text
 from hf_sparseprior.convert.common import (
     ATTENTION_POOLING,
     IN_PLACE,
@@ -27,6 +24,7 @@ from hf_sparseprior.convert.common import (
     one_if_square,
     plain_weights,
     refuse,
+    write_timm,
 )
 from hf_sparseprior.models.configuration_sparseprior_vit import SparsePriorViTConfig, as_pair
 
@@ -293,13 +291,7 @@ def write(model: Any, target: str, out: Path) -> list[str]:
         weights["cls_token"] = weights["cls_token"] + positions[:, :1]
         weights["pos_embed"] = positions[:, 1:].contiguous()
         notes.append("note: the class token's position is added to the class token, as timm has it with registers")
-    if out.suffix == ".safetensors":
-        save_file(weights, out, metadata={"format": "pt"})
-        return ["weights under timm's names", *notes]
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    settings = timm_config(config, weights)
-    write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
-    return [f"timm's {settings['architecture']} with arguments of its own", *notes]
+    return [write_timm(weights, timm_config(config, weights), out), *notes]
 
 
 def _is_dinov2(config: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer
+from hf_sparseprior.base.checks import check_boolean, check_finite, check_integer, is_number
 from hf_sparseprior.images.randaugment import parse_policy, randaugment
 from hf_sparseprior.training import Mixing
 from hf_sparseprior.training.token_labels import FLIPPED, WHOLE, box_view
@@ -136,7 +136,7 @@ class AugmentationConfig:
 
 def check_range(name: str, value: Any, low: float, high: float, section: str = "augmentation") -> None:
     """Raise ValueError unless the value of a section's field is a number from `low` to `high`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = is_number(value) and math.isfinite(value)
     if not number or not low <= value <= high:
         allowed = f"of {low:g} or more" if math.isinf(high) else f"in {low:g}..{high:g}"
         raise ValueError(f"{section}.{name}={value!r} must be a number {allowed}")

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 
-from hf_sparseprior.base.checks import check_boolean, check_integer, check_within, did_you_mean
+from hf_sparseprior.base.checks import check_boolean, check_integer, check_within, did_you_mean, is_number
 from hf_sparseprior.base.config_keys import CheckedFields
 from hf_sparseprior.base.extras import EXTRAS
 from hf_sparseprior.base.families import FAMILIES
@@ -382,7 +382,7 @@ def as_pair(value: int | Sequence[int]) -> tuple[int, int]:
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise unless `value` is a finite number of at least `low` and below `high`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    number = is_number(value) and abs(value) <= sys.float_info.max
     if not number or not low <= value < high:
         bounds = "a number" if math.isinf(low) else f"a number in [{low:g}, {high:g})"
         raise ValueError(f"{name}={value!r} must be {bounds}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.backbone_utils import BackboneMixin
 
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.base.layer_sizes import WIDTH, UnitAxes
 
 LARGEST_SCALE = 8
@@ -134,8 +135,7 @@ def check_map_count(config: Any) -> None:
 
 
 def _is_scale(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 1 / LARGEST_SCALE <= value <= LARGEST_SCALE and math.log2(value).is_integer()
+    return is_number(value) and 1 / LARGEST_SCALE <= value <= LARGEST_SCALE and math.log2(value).is_integer()
 
 
 def pad_to_patches(pixel_values: Tensor, patch_size: tuple[int, int]) -> Tensor:

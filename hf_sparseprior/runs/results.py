@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.base.files import write_text
 from hf_sparseprior.base.json_files import RECORD_BYTES, read_json
 from hf_sparseprior.runs.environment import command_line, environment
@@ -126,18 +127,14 @@ def check_results(path: str | os.PathLike, content: Mapping[str, Any], needed: I
             raise ValueError(f"{path} is damaged ({key}={value!r:.60} must be {allowed}); remove it")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _are_metrics(value: Any) -> bool:
-    return isinstance(value, dict) and all(part is None or _is_number(part) for part in value.values())
+    return isinstance(value, dict) and all(part is None or is_number(part) for part in value.values())
 
 
 _METRICS = ("a map of names to numbers or null", _are_metrics)
 _MAP = ("a map", lambda value: isinstance(value, dict))
 _COUNT = ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
-_NUMBER = ("a number", _is_number)
+_NUMBER = ("a number", is_number)
 # What is allowed, in words, and whether a value is that.
 FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "metrics": _METRICS,

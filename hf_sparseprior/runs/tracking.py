@@ -28,6 +28,7 @@ import numpy as np
 from PIL import Image
 from transformers import TrainerCallback
 
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.runs.results import Results, read_results, trainer_history, write_results
 
 TRACKING = "tracking"
@@ -274,7 +275,7 @@ class Tracking(TrainerCallback):
     def _write(self, entry: Mapping[str, Any]) -> None:
         step = entry["step"]
         for tracker in self.opened:
-            values = {_tag(name): value for name, value in entry.items() if name != "step" and _is_number(value)}
+            values = {_tag(name): value for name, value in entry.items() if name != "step" and is_number(value)}
             new = {tag: value for tag, value in values.items() if step > tracker.last[tag]}
             if new:
                 tracker.write(new, step)
@@ -331,7 +332,3 @@ def _tag(name: str) -> str:
 def _plain(name: str) -> str:
     """A name of characters that MLflow takes."""
     return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.base.families import FAMILIES
 from hf_sparseprior.base.files import write_bytes
 from hf_sparseprior.saving.processor import takes_clips
@@ -105,7 +106,7 @@ def model_index(name: str, task: str, results: dict[str, Any]) -> list[str]:
     measured: dict[str, list[str]] = {}
     for full, value in results.get("metrics", {}).items():
         split, _, kind = full.partition("_")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = is_number(value) and math.isfinite(value)
         if split in SPLITS and kind and number:
             metric = {"type": kind, "value": value, "name": full}
             measured.setdefault(split, []).append(f"    - {json.dumps(metric, ensure_ascii=False)}")

@@ -169,8 +169,7 @@ class Recovery:
         replace_durably(scratch, self.path)
 
     def _settings(self) -> list[Any]:
-        layers = [weight.shape for weight in self.weights]
-        return [self.settings.tuning, self.rate, self.settings.seed, len(self.numbers), len(layers)]
+        return [self.settings.tuning, self.rate, self.settings.seed, len(self.numbers), len(self.weights)]
 
     def _load(self, path: Path) -> None:
         try:

@@ -239,8 +239,13 @@ class Subject:
             raise ValueError(f"this version has no extra {MERGING!r}")
         if not self.ours or isinstance(self.dense.config.prior, list) or has_layers(self.dense.config.prior):
             raise ValueError(f"{self.exported.title} has no token merging here")
+        prior = self.dense.config.prior
+        return self._with_prior({**prior, "extras": [*prior["extras"], {"name": MERGING, "keep": keep}]})
+
+    def _with_prior(self, prior: Any) -> Any:
+        """The dense model of ours with a prior of a config."""
         config = copy.deepcopy(self.dense.config)
-        config.prior = {**config.prior, "extras": [*config.prior["extras"], {"name": MERGING, "keep": keep}]}
+        config.prior = prior
         model = type(self.dense)(config)
         copy_weights(self.dense, model)
         return model.eval().requires_grad_(False).to(self.device)
@@ -271,11 +276,7 @@ class Subject:
         spec = self.spec(priors)
         if not self.ours:
             return apply_prior(copy.deepcopy(self.original), spec).to(self.device)
-        config = copy.deepcopy(self.dense.config)
-        config.prior = spec
-        model = type(self.dense)(config)
-        copy_weights(self.dense, model)
-        return model.eval().requires_grad_(False).to(self.device)
+        return self._with_prior(spec)
 
 
 def _with_sdpa(model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import SchedulerType, TrainingArguments
 
+from hf_sparseprior.base.checks import is_number
 from hf_sparseprior.training.finite import STOP, check_setting
 from hf_sparseprior.training.progressive import check_sizes
 
@@ -74,15 +75,15 @@ class SparsePriorTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         check_setting("nonfinite_loss", self.nonfinite_loss)
-        if not _is_number(self.layer_decay) or not 0 < self.layer_decay <= 1:
+        if not is_number(self.layer_decay) or not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay={self.layer_decay!r} must be above 0 and at most 1")
-        if self.ema_decay is not None and not (_is_number(self.ema_decay) and 0 <= self.ema_decay < 1):
+        if self.ema_decay is not None and not (is_number(self.ema_decay) and 0 <= self.ema_decay < 1):
             raise ValueError(f"ema_decay={self.ema_decay!r} must be in [0, 1), or null for none")
-        if not _is_number(self.backbone_learning_rate) or not 0 <= self.backbone_learning_rate <= 1:
+        if not is_number(self.backbone_learning_rate) or not 0 <= self.backbone_learning_rate <= 1:
             raise ValueError(f"backbone_learning_rate={self.backbone_learning_rate!r} must be between 0 and 1")
         for name in ("keep_rate_start_epoch", "keep_rate_epochs"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a number of 0 or more")
         if self.progressive_sizes is not None:
             check_sizes(self.progressive_sizes)
@@ -96,7 +97,7 @@ class SparsePriorTrainingArguments(TrainingArguments):
         steps = self.learning_rate_steps
         if steps is None:
             return
-        listed = isinstance(steps, (list, tuple)) and steps and all(_is_number(step) and step > 0 for step in steps)
+        listed = isinstance(steps, (list, tuple)) and steps and all(is_number(step) and step > 0 for step in steps)
         if not listed or sorted(set(steps)) != list(steps) or steps[-1] >= self.num_train_epochs:
             raise ValueError(
                 f"learning_rate_steps={steps!r} must be rising epochs above 0 and below "
@@ -132,7 +133,3 @@ class SparsePriorTrainingArguments(TrainingArguments):
                 f"gradient_accumulation_steps={accumulated}"
             )
         return size // (devices * accumulated)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
