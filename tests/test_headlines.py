@@ -382,6 +382,23 @@ def test_every_number_is_one_of_these():
     assert re.findall(r"\d[\d.,]*\d|\d", rest) == []
 
 
+def test_the_time_of_large_images():
+    """The second table of docs/how-to/high-resolution.md, in seconds."""
+    page = (ROOT / "docs" / "how-to" / "high-resolution.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^\| (ViT-\w+, \d+) \| (.*) \|$", page, re.MULTILINE))
+    seconds: dict[tuple[str, int, str], list[float]] = {}
+    for own in benchmark("large_images/records.json")["measured"]:
+        seconds.setdefault((own["model"], own["pixels"], own["prior"]), []).append(own["seconds"])
+    titles = {"vit_tiny": "ViT-Ti", "vit_small": "ViT-S"}
+    expected = {
+        f"{titles[model]}, {pixels}": " | ".join(
+            f"{np.median(seconds[model, pixels, prior]):.2f}" for prior in ("dense", "fibottention")
+        )
+        for model, pixels, _ in seconds
+    }
+    assert found == expected and len(found) == 4
+
+
 def test_the_adapter_of_a_vit_b_is_as_small_as_the_first_table_says(tmp_path):
     peft = pytest.importorskip("peft")
     base = sp.SparsePriorViTModel(sp.SparsePriorViTConfig.from_preset("vit_base", prior="dense"))
