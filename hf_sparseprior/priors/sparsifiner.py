@@ -209,7 +209,7 @@ class Sparsifiner(Predictor):
 
     def scores(self, request: AttentionRequest) -> Tensor:
         """Connectivity scores of the patches, (B, H, n, n) in float32 at least (Eqs. 2 and 3 before top-k)."""
-        with without_autocast(request.q.device):  # nor may values close to tau
+        with without_autocast(request.q.device):  # values close to tau must not depend on rounding
             down = self.coefficients(request)
             down = torch.where(down > self.settings["threshold"], down, 0.0)
             return down @ self._basis_of(request.plan, request.token_ids, down.dtype)

@@ -97,8 +97,8 @@ def decay_change(model: Any) -> dict[str, float | None]:
         decays = learned_decays(model)
     except ValueError:  # it has none
         return dict.fromkeys(CHANGES)
-    device = next(model.parameters()).device
-    means, lows = zip(*(decay.mask_mean_and_min(device) for decay in decays), strict=True)
+    cuda = next(model.parameters()).is_cuda  # others lack float64
+    means, lows = zip(*(decay.mask_mean_and_min("cuda" if cuda else "cpu") for decay in decays), strict=True)
     alphas = [decay.alpha for decay in decays if decay.alpha is not None]
     alpha = max(((own - 1).abs().max().item() for own in alphas), default=0.0)
     return dict(zip(CHANGES, (1 - min(lows), 1 - sum(means) / len(means), alpha), strict=True))

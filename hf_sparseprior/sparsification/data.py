@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_sparseprior.base.files import missing_path
@@ -45,10 +44,6 @@ class Images:
             except (OSError, ValueError) as error:
                 self.unreadable[number] = str(error)
         return found
-
-    def pixels(self, numbers: Sequence[int]) -> Tensor:
-        """Images (B, channels, height, width)."""
-        return torch.stack([self.read(number) for number in numbers])
 
     def batches(self, numbers: Sequence[int], size: int) -> list[list[int]]:
         """Numbers, so many at once."""
