@@ -448,10 +448,7 @@ def test_an_image_has_no_time():
             sp.SparsePriorViTConfig(prior=prior)
     with pytest.raises(ValueError, match="time='clips' must be one of frame, clip, axes"):
         sp.ops.attention(*inputs(TOKENS), "fibottention", grid=GRID, time="clips")
-    with pytest.raises(
-        ValueError,
-        match=r"grid=\(4, 3, 6\) must be .* with 60 patch tokens",
-    ):
+    with pytest.raises(ValueError, match=r"grid=\(4, 3, 6\) must be .* with 60 patch tokens"):
         sp.ops.attention(*inputs(TOKENS), "fibottention", grid=(4, 3, 6))
 
 
