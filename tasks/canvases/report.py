@@ -30,6 +30,7 @@ from tasks.common.records import read_records
 TIMES = "times.json"
 TABLE, FIGURE, PATCHES = "table.md", "canvases.png", "patches.png"
 MARKS = "os^D"  # of patch sizes, from small to large
+LINE, BESIDE = 1.8, 2.0  # points of accuracy of a line of text, and times of inference that lie beside one another
 NO_TIMES = "inference is not measured yet"
 SAME_PATCHES = "dense with the same patches"
 BY_PATCHES = {  # of `PATCHES`: dense, and the same with Fibottention
@@ -211,7 +212,7 @@ def draw(scale: Scale, records: Path) -> Path:
     plt = pictures.pyplot()
     groups, times = groups_of(scale, records), read_times(records)
     figure, axes = plt.subplots(
-        len(groups), 2, figsize=(13, 4.6 * len(groups)), squeeze=False, layout="constrained", width_ratios=(1, 1)
+        len(groups), 2, figsize=(14, 4.6 * len(groups)), squeeze=False, layout="constrained", width_ratios=(1, 1)
     )
     for (left, right), group in zip(axes, groups, strict=True):
         runs = read_records(records / group.folder)
@@ -322,7 +323,8 @@ def _draw_curves(axis: Any, runs: Runs) -> None:
         label = f"{row}, {_seeds(len(records))}" if len(records) > 1 else row
         axis.plot(*_curve(records), linewidth=1.3, label=label, **_style(row, records[0], _patches(runs)))
     axis.set_ylabel("accuracy on the selection set, %")
-    axis.legend(frameon=False, fontsize=7, ncols=2 if len(runs) > 8 else 1)
+    lines = sorted(axis.lines, key=lambda line: -line.get_ydata()[-1])  # as they end
+    axis.legend(handles=lines, frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
@@ -332,14 +334,17 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
     if not shown:
         axis.text(0.5, 0.5, NO_TIMES, ha="center", transform=axis.transAxes, color="0.5")
         return
-    patches = _patches(runs)
+    patches, points_of = _patches(runs), dict[str, tuple[float, float]]()
     groups: dict[tuple[int, bool], list[tuple[float, float]]] = {}
     for row, by_seed in shown.items():
         records, ms = list(by_seed.values()), times[row]["ms"]
         accuracy = 100 * fmean(record["metrics"]["test_accuracy"] for record in records)
         groups.setdefault((_seen(row, records[0]), CONTENDERS[row].is_sparse), []).append((ms, accuracy))
         axis.plot([ms], [accuracy], **{**_style(row, records[0], patches), "linestyle": "none"})
-        axis.annotate(row, (ms, accuracy), (5, 4), textcoords="offset points", fontsize=7)
+        points_of[row] = (ms, accuracy)
+    for row, (ms, accuracy) in _spread(points_of).items():
+        leader = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.5}
+        axis.annotate(row, points_of[row], (1.2 * ms, accuracy), fontsize=7, va="center", arrowprops=leader)
     for (_, sparse), points in groups.items():
         line = "-" if sparse else "--"
         axis.plot(*zip(*frontier(points), strict=True), color="0.5", linestyle=line, linewidth=1, zorder=0)
@@ -352,6 +357,17 @@ def _draw_frontier(axis: Any, runs: Runs, times: Mapping[str, Any]) -> None:
     pictures.plain_numbers(axis.xaxis)
     axis.margins(0.15)
     axis.legend(frameon=False, fontsize=7)
+
+
+def _spread(points: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Where names of (ms, accuracy) stand, so that none hides another: from above, lower where one is near."""
+    placed = dict[str, tuple[float, float]]()
+    for name, (ms, accuracy) in sorted(points.items(), key=lambda item: -item[1][1]):
+        near = [height for other, height in placed.values() if 1 / BESIDE < other / ms < BESIDE]
+        while any(abs(height - accuracy) < LINE for height in near):
+            accuracy -= LINE / 4
+        placed[name] = (ms, accuracy)
+    return placed
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
