@@ -66,7 +66,7 @@ def _model(scale: Scale, side: int, row: str, prior: Any, labels: int) -> Any:
 
 def _measure(scale: Scale, models: dict[str, Any], images: Any, rounds: int) -> dict[str, Any]:
     clock = clock_of(scale.device)
-    seconds: dict[str, list[float]] = {row: [] for row in models}
+    seconds: dict[str, list[float]] = {}
 
     def turn(row: str) -> float:
         model, shrink = models[row], CONTENDERS[row].shrink
@@ -77,16 +77,16 @@ def _measure(scale: Scale, models: dict[str, Any], images: Any, rounds: int) -> 
                 calls += 1
         return spent / calls / len(images)
 
-    names = []
     for row in models:
         try:
             turn(row)  # the first call may compile kernels
         except Exception as error:  # of CUDA and of its compilers too: the others are measured
             print(f"{row}: not measured, {first_line(error)}", file=sys.stderr, flush=True)
         else:
-            names.append(row)
+            seconds[row] = []
+    names = list(seconds)
     for number in range(rounds):
-        start = number % len(names)
+        start = number % max(1, len(names))
         for row in (*names[start:], *names[:start]):
             seconds[row].append(turn(row))
     return {
@@ -96,7 +96,6 @@ def _measure(scale: Scale, models: dict[str, Any], images: Any, rounds: int) -> 
             "rounds": rounds,
         }
         for row, turns in seconds.items()
-        if turns
     }
 
 

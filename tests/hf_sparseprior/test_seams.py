@@ -147,7 +147,7 @@ def test_the_grid_of_a_support_in_two_dimensions_has_to_be_known(toy_support):
         sp.ops.attention(q, q, q, support=toy_support)
     with pytest.raises(ValueError, match="grid=None with support 'toy_neighbours' needs a square number"):
         sp.supports.head_offsets(toy_support, num_heads=2, num_tokens=12)
-    with pytest.raises(ValueError, match=r"grid=\(2, 5\) must be .* with 12 patch tokens"):
+    with pytest.raises(ValueError, match=r"grid=\(2, 5\) must be \(height, width\) with 12 patch tokens"):
         sp.supports.build_mask(toy_support, num_heads=2, num_tokens=12, grid=(2, 5))
 
 

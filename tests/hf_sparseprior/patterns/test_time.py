@@ -448,7 +448,8 @@ def test_an_image_has_no_time():
             sp.SparsePriorViTConfig(prior=prior)
     with pytest.raises(ValueError, match="time='clips' must be one of frame, clip, axes"):
         sp.ops.attention(*inputs(TOKENS), "fibottention", grid=GRID, time="clips")
-    with pytest.raises(ValueError, match=r"grid=\(4, 3, 6\) must be .* with 60 patch tokens"):
+    forms = r"\(height, width\) or \(frames, height, width\)"
+    with pytest.raises(ValueError, match=rf"grid=\(4, 3, 6\) must be {forms} with 60 patch tokens"):
         sp.ops.attention(*inputs(TOKENS), "fibottention", grid=(4, 3, 6))
 
 
