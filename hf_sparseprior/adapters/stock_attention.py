@@ -218,7 +218,7 @@ def within_regions(bias: Tensor, prior: StockPrior, window: tuple[int, ...]) -> 
     plan = prior.plan(window)
     if plan.offsets is None or plan.mask_fill != "neg_inf":
         return bias, plan
-    seen = plan_table(plan, "mask", bias.device) & (bias > 0.5 * _OTHER_END)
+    seen = plan_table(plan, "narrow_mask", bias.device) & (bias > 0.5 * _OTHER_END)
     itself = torch.eye(seen.shape[-1], dtype=torch.bool, device=bias.device)
     bias = bias.masked_fill(~(seen | (~seen.any(-1, keepdim=True) & itself)), -math.inf)
     return bias, prior.plan(window, dense=True)

@@ -89,7 +89,8 @@ def _decay(request: AttentionRequest, rows: Tensor, dtype: torch.dtype) -> Tenso
     return torch.stack(heads)
 
 
-BLOCK = 1 << 22  # numbers in the gathered keys of a block
+# Numbers in the gathered keys of a block, by whether they are on a GPU, as in `gather`.
+BLOCK = {False: 1 << 22, True: 1 << 26}
 
 
 class PlaceAttention(torch.autograd.Function):
@@ -103,7 +104,7 @@ class PlaceAttention(torch.autograd.Function):
     def blocks(q: Tensor, rows: Tensor) -> range:
         """First places of the blocks."""
         batch, heads, places, clip, width = q.shape
-        return range(0, places, max(1, BLOCK // max(1, batch * heads * rows.shape[-1] * clip * width)))
+        return range(0, places, max(1, BLOCK[q.is_cuda] // max(1, batch * heads * rows.shape[-1] * clip * width)))
 
     @staticmethod
     def gathered(tokens: Tensor, numbers: Tensor) -> Tensor:

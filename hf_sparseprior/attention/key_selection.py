@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
 from hf_sparseprior.attention.plain_operations import plain
+
+
+# Scores of pairs at once, outside graphs; of more, which would take seven times their own memory, an image at a time.
+MOST_SCORES = 1 << 28
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -71,8 +76,11 @@ def predicted_keys(
     """
     if basis.dim() == 2 and coefficients.dtype == basis.dtype == torch.float32 and kernel_predicts(coefficients):
         return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
-    scores = torch.where(coefficients > threshold, coefficients, 0.0) @ basis
-    return keys_of_scores(scores, num_prefix_tokens, budget)
+    coefficients = torch.where(coefficients > threshold, coefficients, 0.0)
+    if coefficients[..., 0].numel() * basis.shape[-1] <= MOST_SCORES or plain() or torch.compiler.is_compiling():
+        return keys_of_scores(coefficients @ basis, num_prefix_tokens, budget)
+    images = zip(coefficients.split(1), basis.split(1) if basis.dim() == 4 else repeat(basis), strict=False)
+    return torch.cat([keys_of_scores(one @ own, num_prefix_tokens, budget) for one, own in images])
 
 
 def kernel_predicts(q: Tensor) -> bool:

@@ -6,6 +6,7 @@ counted with both signs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import weakref
@@ -175,13 +176,15 @@ class AttentionPlan:
         if kind == "windows":
             drops = self.offsets is not None and self.mask_fill == "neg_inf"
             regions = window_regions((height, width), self.grid, shift, self.visits)
-            return windowed_mask(regions, _mask(self) if drops else None)
+            return windowed_mask(regions, _narrow_mask(self) if drops else None)
         places = window_places((height, width), self.grid, shift, self.visits)[None]
         return places if kind == "in_windows" else np.argsort(places, axis=1)
 
 
-# Tables of the decay's positions, which all layers of a model have in common, for as long as a plan has them.
+# Tables that layers of a model have in common, for as long as a plan has them: of the decay's positions, which are not
+# even made twice, and large ones with the same content, such as masks of the same windows in every layer.
 OF_DECAY = ("positions", "positions_int32", "positions_float32", "positions_in_order")
+LARGE = 1 << 20  # bytes
 _shared_tables: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -199,7 +202,13 @@ def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
     if table is None:
         # A table made under inference_mode could not be used in a later training step.
         with torch.inference_mode(False), outside_trace():
-            table = torch.tensor(plan.build_table(name)).to(device)
+            content = plan.build_table(name)
+            if content.nbytes >= LARGE:
+                digest = hashlib.blake2b(np.ascontiguousarray(content), digest_size=16).digest()
+                shared = (str(content.dtype), content.shape, digest, device)
+                table = _shared_tables.get(shared)
+            if table is None:
+                table = torch.tensor(content).to(device)
         if type(table) is not Tensor:  # one made while tracing with fake tensors must not outlive the trace
             return table
         if shared is not None:
@@ -263,12 +272,24 @@ def _positions_float32(plan: AttentionPlan) -> np.ndarray:
 
 
 @registering("table", TABLES, "mask")
-def _mask(plan: AttentionPlan) -> np.ndarray:
-    """Bool (H, T, T), True = attended."""
+def _mask(plan: AttentionPlan, pattern: LayerPattern | None = None) -> np.ndarray:
+    """Bool (H, T, T), True = attended; of the pattern's heads, if one is given."""
+    pattern = _pattern(plan) if pattern is None else pattern
     if plan.frames > 1:
         size = "x".join(map(str, (plan.frames, plan.grid[0] // plan.frames, plan.grid[1])))
-        check_bytes(plan.num_heads * plan.total**2, f"a mask of all pairs over {size} patches would")
-    return _pattern(plan).mask(plan.num_prefix_tokens)
+        check_bytes(len(pattern.offsets) * plan.total**2, f"a mask of all pairs over {size} patches would")
+    return pattern.mask(plan.num_prefix_tokens)
+
+
+@registering("table", TABLES, "narrow_mask")
+def _narrow_mask(plan: AttentionPlan) -> np.ndarray:
+    """As "mask", but (1, T, T) where all heads see the same pairs."""
+    pattern = _pattern(plan)
+    first, *others = zip(pattern.offsets, pattern.pairs or [None] * plan.num_heads, strict=True)
+    one_order = pattern.ranks is None or len(pattern.ranks) == 1
+    if not one_order or any(o != first[0] or not np.array_equal(p, first[1]) for o, p in others):
+        return _mask(plan)
+    return _mask(plan, replace(pattern, offsets=[first[0]], pairs=None if first[1] is None else [first[1]]))
 
 
 @registering("table", TABLES, "keys")

@@ -199,14 +199,17 @@ def add_bias(logits: Tensor, bias: Tensor) -> Tensor:
 
 
 def pair_mask(request: AttentionRequest) -> Tensor | None:
-    """Mask (H, T, T) or (B, H, T, T) of the keys that each query sees, True = attended; None: all."""
+    """Mask (H, T, T) or (B, H, T, T) of the keys that each query sees, True = attended; None: all.
+
+    H is 1 where all heads see the same keys.
+    """
     if request.key_ids is not None:
         return listed_mask(request.key_ids, request.plan.num_prefix_tokens, request.q.shape[2])
-    if request.plan.offsets is None:
+    if request.plan.offsets is None or request.plan.density == 1.0:  # a wide window may leave nothing out
         return None
     if request.token_ids is not None:
         return _subset_mask(request.plan, request.token_ids)
-    return plan_table(request.plan, "mask", request.q.device)
+    return plan_table(request.plan, "narrow_mask", request.q.device)
 
 
 def listed_mask(key_ids: Tensor, num_prefix_tokens: int, total: int) -> Tensor:
@@ -230,7 +233,7 @@ def _subset_mask(plan: AttentionPlan, token_ids: Tensor) -> Tensor:
             mask = attended[heads, distances].transpose(0, 1)
     else:
         places = patches + prefix
-        whole = plan_table(plan, "mask", token_ids.device)
+        whole = plan_table(plan, "narrow_mask", token_ids.device)
         mask = whole[:, places.unsqueeze(-1), places.unsqueeze(-2)].transpose(0, 1)
     mask = mask | off_grid_pairs(token_ids).unsqueeze(1)
     if not prefix:  # a patch without any visible key attends to itself

@@ -93,7 +93,10 @@ class RotaryPositions(nn.Module):
 
 
 def rotate(tokens: Tensor, rotation: Rotation) -> Tensor:
-    """Queries or keys (B, T, H, D), turned: channel d with channel d + D / 2, as transformers pairs them."""
+    """Queries or keys (B, T, H, D), turned: channel d with channel d + D / 2, as transformers pairs them.
+
+    Their dtype stays. Under autocast it is that of the values, while the rotation has that of the tokens.
+    """
     halves = tokens.unflatten(-1, (2, -1))
     swapped = halves.flip(-2).flatten(-2)
-    return torch.addcmul(tokens * rotation.cosines[:, None], swapped, rotation.sines[:, None])
+    return torch.addcmul(tokens * rotation.cosines[:, None], swapped, rotation.sines[:, None]).to(tokens.dtype)

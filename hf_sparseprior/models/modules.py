@@ -177,7 +177,7 @@ class Attention(PriorAttention):
             if attn_mask.dtype == torch.bool:
                 seen, attn_mask = seen & attn_mask, None
         if plan.offsets is not None and plan.mask_fill == "neg_inf":
-            seen = seen & plan_table(plan, "mask", device)
+            seen = seen & plan_table(plan, "narrow_mask", device)
             plan = self.plan(plan.grid, self.num_prefix_tokens, dense=True)
         itself = torch.eye(total, dtype=torch.bool, device=device)
         seen = seen | (~seen.any(-1, keepdim=True) & itself)

@@ -55,7 +55,7 @@ def windowed_mask(regions: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
     Args:
         regions: of `window_regions`.
-        mask: of the support, bool (H, T, T), or None for all pairs.
+        mask: of the support, bool (H or 1, T, T), or None for all pairs.
     """
     if mask is None:
         return regions[:, None]

@@ -46,8 +46,9 @@ class PriorAttention(nn.Module):
     """
 
     # How many grids a layer keeps plans for; a model that sees many resolutions must not collect masks without limit.
-    # As many as MOST_PLANS while their tables take no more than PLANS_BYTES: those of a batch of small images.
-    MAX_PLANS, MOST_PLANS, PLANS_BYTES = 8, 256, 1 << 24
+    # As many as MOST_PLANS while their tables take no more than PLANS_BYTES: those of a batch of small images. Beyond
+    # MOST_BYTES even fewer than MAX_PLANS stay: those used last.
+    MAX_PLANS, MOST_PLANS, PLANS_BYTES, MOST_BYTES = 8, 256, 1 << 24, 1 << 29
     # False for an attention of its own kind, to which neither a prior nor an adapter adds anything.
     takes_prior: ClassVar[bool] = True
     OWN_UNITS: ClassVar[tuple[str, ...]] = (HEADS, HEAD_WIDTH)
@@ -88,12 +89,14 @@ class PriorAttention(nn.Module):
         self.decay_adapter: Any = None
         self._set_time(prior.get("time", "frame"))
         self._plans: dict[tuple[str, tuple[int, ...], int, bool, str, Time, int], AttentionPlan] = {}
+        self._captured_plans: set[AttentionPlan] = set()
 
     def _set_time(self, time: Time) -> None:
         self.time = time
-        self.support_key = json.dumps(
-            [self.num_supports, self.prior["support"], self.layer_idx, self.heads, time], sort_keys=True
-        )
+        support = self.prior["support"]
+        # Layers that see everything share what is compiled for one of them: torch compiles a layer only eight times.
+        layer = None if support["name"] == "dense" else self.layer_idx
+        self.support_key = json.dumps([self.num_supports, support, layer, self.heads, time], sort_keys=True)
 
     def take_decay(self, module: Decay, decay: ResolvedDecay, time: Time) -> None:
         """Make the decay of an adapter the layer's own, and forget the adapters; `decay` are its settings."""
@@ -110,7 +113,7 @@ class PriorAttention(nn.Module):
         other = copy.copy(self)
         for name in ("_modules", "_parameters", "_buffers"):  # which a copy would share
             other.__dict__[name] = dict(self.__dict__[name])
-        other.prior, other._plans = prior, {}
+        other.prior, other._plans, other._captured_plans = prior, {}, set()
         if prior["predictor"] is not None:
             other.predictor = make_module(prior["predictor"], PREDICTORS, self.num_heads, 0)  # type: ignore[assignment]
         else:
@@ -191,23 +194,30 @@ class PriorAttention(nn.Module):
         draw: int,
     ) -> AttentionPlan:
         key = (decay_key, grid, num_prefix_tokens, dense, layout, time, draw)
-        if key not in self._plans:
+        if (plan := self._plans.get(key)) is None:
             if draw:  # those of other draws are not seen again
-                self._plans = {kept: plan for kept, plan in self._plans.items() if kept[-1] in (0, draw)}
-            while len(self._plans) >= self.MAX_PLANS and self._plans_are_many():
-                self._plans.pop(next(iter(self._plans)))
+                self._plans = {kept: plan for kept, plan in list(self._plans.items()) if kept[-1] in (0, draw)}
+            while self._plans_are_many():
+                self._plans.pop(next(iter(self._plans), None), None)  # type: ignore[arg-type]
             layer_key = LayerKey(self.num_supports, grid, self.layer_idx, time, self.heads, draw)
             support = DENSE if dense else self.prior["support"]
             if self.layer_idx == 0 and draw < 2:
                 for note in support_notes(support, layer_key, num_prefix_tokens):
                     logger.info(note)
-            self._plans[key] = AttentionPlan(layer_key, num_prefix_tokens, support, json.loads(decay_key), layout)
-        return self._plans[key]
+            plan = AttentionPlan(layer_key, num_prefix_tokens, support, json.loads(decay_key), layout)
+        elif len(self._plans) > 1:  # the one that was used last goes last
+            self._plans.pop(key, None)  # another thread may have done so
+        self._plans[key] = plan
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured_plans.add(plan)  # a CUDA graph reads its tables for as long as it is replayed
+        return plan
 
     def _plans_are_many(self) -> bool:
-        """Whether the oldest plan has to go for a new one."""
-        tables = (table.nbytes for plan in self._plans.values() for table in plan.tables.values())
-        return len(self._plans) >= self.MOST_PLANS or sum(tables) > self.PLANS_BYTES
+        """Whether the plan that was not used for longest has to go for a new one."""
+        size = sum(table.nbytes for plan in list(self._plans.values()) for table in list(plan.tables.values()))
+        if len(self._plans) < self.MAX_PLANS:
+            return size > self.MOST_BYTES
+        return len(self._plans) >= self.MOST_PLANS or size > self.PLANS_BYTES
 
     def attend(self, request: AttentionRequest, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
         """Attention of projected queries, keys and values with the layer's prior.

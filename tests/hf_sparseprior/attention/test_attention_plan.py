@@ -1,6 +1,8 @@
 import copy
 import functools
+import gc
 import pickle
+import weakref
 from itertools import accumulate
 
 import pytest
@@ -36,6 +38,43 @@ def test_tables_are_made_once_for_a_device():
     assert plan_table(plan, "mask", cpu) is plan_table(plan, "mask", cpu)
     # Two plans share nothing.
     assert plan_table(plan, "mask", cpu) is not plan_table(make_plan("fibottention", (4, 4)), "mask", cpu)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("support", [case for case in CASES if case.values[0]["name"] != "dense"])
+def test_a_mask_that_all_heads_have_is_made_once(support, prefix):
+    plan = make_plan(support, (3, 5), prefix)
+    mask, narrow = plan.build_table("mask"), plan.build_table("narrow_mask")
+    assert (narrow == mask).all() and narrow.shape[1:] == mask.shape[1:]
+    if support["name"] in ("window", "neighborhood", "strided"):
+        assert len(narrow) == 1
+    assert len(narrow) == len(mask) or (mask == mask[:1]).all()
+
+
+def test_layers_share_large_tables_with_the_same_content():
+    resolved = resolve_support({"name": "neighborhood", "window": 3}, 3, 48 * 48, (48, 48))
+    drawn = resolve_support("random", 3, 48 * 48)
+    cpu = torch.device("cpu")
+    first, second = (AttentionPlan(LayerKey(3, (48, 48), layer), 1, resolved) for layer in (0, 1))
+    assert plan_table(first, "narrow_mask", cpu) is plan_table(second, "narrow_mask", cpu)
+    other = AttentionPlan(LayerKey(3, (48, 48), 1), 1, drawn)
+    again = AttentionPlan(LayerKey(3, (48, 48), 2), 1, drawn)
+    assert not torch.equal(plan_table(other, "narrow_mask", cpu), plan_table(again, "narrow_mask", cpu))
+    kept = weakref.ref(plan_table(first, "narrow_mask", cpu))
+    del first, second
+    gc.collect()
+    assert kept() is None, "it goes with the last plan"
+
+
+def test_a_support_that_leaves_nothing_out_needs_no_mask():
+    support = {"name": "window", "w": 15}
+    plan, leaves = make_plan(support, (3, 5)), make_leaves((3, 5), 1, None)
+    inputs = (leaves["q"], leaves["k"], leaves["v"])
+    out, _ = run_plan(AttentionRequest(*inputs, plan), backend="sdpa")
+    assert plan.density == 1.0 and not plan.tables
+    torch.testing.assert_close(out, run_plan(AttentionRequest(*inputs, make_plan("dense", (3, 5))), backend="sdpa")[0])
+    less = make_plan({"name": "window", "w": 14, "diagonal": False}, (3, 5))
+    assert less.density < 1.0
 
 
 def test_plans_share_positions_only_if_they_see_time_alike():

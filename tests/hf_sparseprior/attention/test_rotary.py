@@ -156,6 +156,20 @@ def test_half_precision_is_near_float32() -> None:
     assert (found.float() - expected).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("prior", [*PRIORS, "sparsifiner"])
+def test_autocast_is_near_float32_and_trains(prior: str, dtype: torch.dtype) -> None:
+    """The rotation has the dtype of the tokens, float32; queries and keys must have that of the values."""
+    model, images = small(prior=prior).train(), tokens(2, 3, 24, 32)
+    expected = model(images).last_hidden_state
+    with torch.autocast("cpu", dtype):
+        found = model(images).last_hidden_state
+    assert (found.float() - expected).abs().mean() < 0.05 < expected.abs().mean()
+    found.float().square().mean().backward()
+    grad = model.layers[0].attention.q_proj.weight.grad
+    assert grad.isfinite().all() and grad.abs().max() > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -146,6 +146,23 @@ def test_layers_compiled_one_by_one_keep_their_own_supports():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("prior", ["dense", "violin"])
+def test_layers_that_see_everything_share_one_graph(prior):
+    """torch compiles a code object eight times at most."""
+    model = make(prior, num_hidden_layers=10)
+    expected, graphs = model(images()).logits, []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    for layer in model.vit.layers:
+        layer.compile(fullgraph=True, backend=count)
+    torch.testing.assert_close(model(images()).logits, expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
 def test_models_compiled_in_one_process_keep_their_own_supports_and_curves():
     def fibottention(**settings):
         return {"support": {"name": "fibottention", **settings}}

@@ -1,8 +1,10 @@
 import contextlib
 import copy
+import gc
 import logging
 import pickle
 import sys
+import weakref
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -222,6 +224,39 @@ def test_plans_are_kept_and_bounded():
         layer(tokens((1, width), 0), (1, width), 0)
         assert len(layer._plans) <= layer.MAX_PLANS
     assert torch.equal(layer(tokens(), (4, 4), 1)[0], before)
+
+
+def test_the_plan_that_was_not_used_for_longest_goes_first():
+    layer = make_layer({"support": {"name": "fibottention", "shuffle_seed": None}})
+    layer.PLANS_BYTES = 0
+    grids = [(2, width) for width in range(2, 2 + layer.MAX_PLANS)]
+    for grid in grids:
+        layer(tokens(grid, 0), grid, 0)
+    first = layer.plan(grids[0])  # used again
+    layer.plan((5, 5))
+    assert layer.plan(grids[0]) is first and {key[1] for key in layer._plans} == {grids[0], *grids[2:], (5, 5)}
+
+
+def test_few_plans_stay_where_their_tables_are_large():
+    layer = make_layer({"support": {"name": "fibottention", "shuffle_seed": None}})
+    layer.MOST_BYTES = 2 * HEADS * 10**2
+    for width, kept in ((5, [5]), (4, [5, 4]), (3, [5, 4, 3]), (2, [5, 4, 3, 2]), (9, [4, 3, 2, 9]), (1, [1])):
+        layer(tokens((2, width), 0), (2, width), 0, backend="reference")  # which reads a mask of all pairs
+        assert [grid[1] for _, grid, *_ in layer._plans] == kept
+
+
+def test_what_a_cuda_graph_reads_is_kept(monkeypatch):
+    """Its memory would be another's, and a replay would read that."""
+    layer = make_layer()
+    layer.PLANS_BYTES = -1  # MAX_PLANS, also without tables
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = weakref.ref(layer.plan((4, 4)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    others = [weakref.ref(layer.plan((1, width))) for width in range(1, 2 * layer.MAX_PLANS)]
+    gc.collect()
+    assert captured() is not None and captured() not in layer._plans.values()
+    assert sum(plan() is None for plan in others) == layer.MAX_PLANS - 1
 
 
 def test_each_layout_has_a_plan():

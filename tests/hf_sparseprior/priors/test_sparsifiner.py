@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import hf_sparseprior as sp
 from hf_sparseprior.__main__ import main
-from hf_sparseprior.attention import compiled_kernels
+from hf_sparseprior.attention import compiled_kernels, key_selection
 from hf_sparseprior.attention.choice import BACKENDS
 from hf_sparseprior.attention.key_selection import keys_of_scores, largest_indices
 from hf_sparseprior.attention.request import listed_mask
@@ -232,6 +232,20 @@ def test_largest_indices_of_equal_values_are_the_first(dtype):
         rows = [sorted(range(40), key=lambda t: (-row[t], t))[:count] for row in values.tolist()]
         own = largest_indices(values, count).sort(-1).values
         assert torch.equal(own, torch.tensor(rows).sort(-1).values)
+
+
+@pytest.mark.parametrize("own_basis", [False, True])
+def test_images_are_predicted_one_by_one_where_all_scores_would_be_many(own_basis, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    coefficients = torch.rand(3, 2, 12, 4, generator=generator, dtype=torch.float64)
+    basis = torch.randn(*((3, 1) if own_basis else ()), 4, 12, generator=generator, dtype=torch.float64)
+    expected = key_selection.predicted_keys(coefficients, basis, 1, 5, 0.3)
+    made = []
+    whole = key_selection.keys_of_scores
+    monkeypatch.setattr(key_selection, "keys_of_scores", lambda s, *rest: made.append(s.shape) or whole(s, *rest))
+    monkeypatch.setattr(key_selection, "MOST_SCORES", 3 * 2 * 12 * 12 - 1)
+    assert torch.equal(key_selection.predicted_keys(coefficients, basis, 1, 5, 0.3), expected)
+    assert made == [(1, 2, 12, 12)] * 3
 
 
 def test_keep_rate_1_is_dense_bit_for_bit():
