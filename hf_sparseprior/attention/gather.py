@@ -172,8 +172,8 @@ class GatheredAttention(torch.autograd.Function):
 
 # CPU: measured with keys of a predictor, 64 to 2304 patches, 6 heads of 64, on one busy core
 # (`tasks.benchmark predictor`). Copying a key costs as much as thirty to fifty keys of dense attention. CUDA: not
-# measured, but counted for an H100: a listed pair moves some 1.5 KB, 0.4 ns, where a pair of dense attention with a mask
-# takes 256 operations, 1.3 ps in half precision and four times as long in float32.
+# measured, but counted for an H100: a listed pair moves some 1.5 KB, 0.4 ns, where a pair of dense attention with a
+# mask takes 256 operations, 1.3 ps in half precision and four times as long in float32.
 register_backend(
     "gather",
     can_run=gather_can_run,

@@ -163,7 +163,8 @@ def _decay_scalars(request: AttentionRequest) -> DecayScalars:
     if alpha_H is None or gamma_H is None:
         ones = torch.ones(request.plan.num_heads, device=request.q.device)
         alpha_H, gamma_H = ones if alpha_H is None else alpha_H, ones if gamma_H is None else gamma_H
-    return DecayScalars(log_gamma(request.decay["beta"].float()), alpha_H.float(), gamma_H)
+    # Kernels read them one after the other.
+    return DecayScalars(log_gamma(request.decay["beta"].float()), alpha_H.float().contiguous(), gamma_H.contiguous())
 
 
 def _listed_kernel(request: AttentionRequest) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_sparseprior.attention.compiled_kernels import diagonal_cpu, kernels_missing, predicted_cpu
 from hf_sparseprior.attention.plain_operations import plain
 
-
 # Scores of pairs at once, outside graphs; of more, which would take seven times their own memory, an image at a time.
 MOST_SCORES = 1 << 28
 

@@ -84,8 +84,8 @@ class AttentionPlan:
         self.tables: dict[tuple[str, torch.device], Tensor] = {}
         # What was made of the scalars of a decay, see `kernels._of_decay`.
         self.of_decay: dict[Callable, tuple[list[Tensor | None], Any]] = {}
-        # M over all pairs, see `decayed_triton.DecayTable`.
-        self.decay_tables: dict[tuple, Any] = {}
+        # M over all pairs, see `decayed_triton.DecayTable`; None: none is kept.
+        self.decay_tables: dict[tuple, Any] | None = {}
         # Block masks of FlexAttention by device, see `flex.plan_mask`.
         self.block_masks: dict[torch.device, Any] = {}
         # Which backend runs requests of each kind, see `choice.bound_backend`.
@@ -197,14 +197,16 @@ def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
         return _table_in_graph(plan.key, name, str(device))
     if (table := plan.tables.get((name, device))) is not None:
         return table
-    shared = (name, device, *plan.decay_key) if name in OF_DECAY and plan.decay_key is not None else None
+    shared: tuple[Any, ...] | None = None
+    if name in OF_DECAY and plan.decay_key is not None:
+        shared = (name, device, *plan.decay_key)
     table = None if shared is None else _shared_tables.get(shared)
     if table is None:
         # A table made under inference_mode could not be used in a later training step.
         with torch.inference_mode(False), outside_trace():
             content = plan.build_table(name)
             if content.nbytes >= LARGE:
-                digest = hashlib.blake2b(np.ascontiguousarray(content), digest_size=16).digest()
+                digest = hashlib.blake2b(np.ascontiguousarray(content).data, digest_size=16).digest()
                 shared = (str(content.dtype), content.shape, digest, device)
                 table = _shared_tables.get(shared)
             if table is None:
@@ -285,11 +287,11 @@ def _mask(plan: AttentionPlan, pattern: LayerPattern | None = None) -> np.ndarra
 def _narrow_mask(plan: AttentionPlan) -> np.ndarray:
     """As "mask", but (1, T, T) where all heads see the same pairs."""
     pattern = _pattern(plan)
-    first, *others = zip(pattern.offsets, pattern.pairs or [None] * plan.num_heads, strict=True)
-    one_order = pattern.ranks is None or len(pattern.ranks) == 1
-    if not one_order or any(o != first[0] or not np.array_equal(p, first[1]) for o, p in others):
+    offsets, pairs, ranks = pattern.offsets, pattern.pairs, pattern.ranks
+    alike = (ranks is None or len(ranks) == 1) and all(own == offsets[0] for own in offsets)
+    if not alike or (pairs is not None and not all(np.array_equal(own, pairs[0]) for own in pairs)):
         return _mask(plan)
-    return _mask(plan, replace(pattern, offsets=[first[0]], pairs=None if first[1] is None else [first[1]]))
+    return _mask(plan, replace(pattern, offsets=offsets[:1], pairs=None if pairs is None else pairs[:1]))
 
 
 @registering("table", TABLES, "keys")

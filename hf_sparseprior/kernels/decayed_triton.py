@@ -35,9 +35,9 @@ from hf_sparseprior.kernels.triton_blocks import draw_seed, kept_pairs, outputs
 from hf_sparseprior.kernels.triton_launch import cdiv, launch, next_power_of_2
 from hf_sparseprior.kernels.triton_sizes import LARGEST_BLOCK, block_sizes
 
-# Programs of the backward pass, if there are not more blocks of work: two for each multiprocessor of an H100 or H200.
-# The same on all devices, because the order of sums depends on it.
-PROGRAMS = 264
+# Multiprocessors of an H100 or H200. The same number on all devices, because the order of sums depends on it.
+MULTIPROCESSORS = 132
+COMPARING = 48  # programs of a head that see whether its table is still right
 
 
 def decayed_attention(
@@ -182,12 +182,15 @@ def _fill(decay: _Decay, part: _Part, made_of: Tensor | None) -> None:
     curves, axes, patches = decay.positions.shape
     _, rows, side = part.table.shape
     block = 32 if part.table.dtype == torch.float32 else 64
+    programs = (rows // block) * (side // block)
+    if made_of is not None:  # most often they only compare
+        programs = min(programs, COMPARING)
     given = (
         part.table, (rows, side), decay.positions, decay.log_gamma, decay.prefix_gamma, made_of, decay.heads,
-        part.first_head, part.first_row, patches,
+        part.first_head, part.first_row, patches, programs,
     )  # fmt: skip
     launch(
-        compiled._forward_table, part.heads * (rows // block) * (side // block), given, CURVES=curves,
+        compiled._forward_table, part.heads * programs, given, CURVES=curves,
         CURVE_COLUMNS=next_power_of_2(curves), AXES=axes, PREFIX=decay.prefix, SIDE=block,
         SYMMETRIC=rows == side, num_warps=8,
     )  # fmt: skip
@@ -242,8 +245,9 @@ def _call_of(
     seed: Tensor | None, prefix: int, scale: float, dropout_p: float,
 ) -> _Call:  # fmt: skip
     """From the arguments of the operator."""
+    prefix_gamma = None if prefix_gamma is None else prefix_gamma.contiguous()
     decay = _Decay(positions, log_gamma.contiguous(), prefix_gamma, prefix)
-    return _Call(q, k, v, decay, alpha, seed, scale, dropout_p)
+    return _Call(q, k, v, decay, alpha.contiguous(), seed, scale, dropout_p)
 
 
 def _run_forward(call: _Call, parts: _Parts) -> tuple[Tensor, Tensor]:
@@ -292,7 +296,7 @@ def _run_backward(
         for part in parts:
             if dq_parts is None:
                 blocks = cdiv(part.rows, keys["KEYS"])
-                splits = _splits(blocks, images * heads, decay_memory() // (4 * q.numel()))
+                splits = _splits_of_keys(blocks, images * heads, decay_memory() // (4 * q.numel()))
                 dq_parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
             _launch_keys(call, part, parts.made_of, grad, stats, delta, dk, dv, dq_parts)
             if learns_decay:
@@ -361,8 +365,17 @@ def _launch_decay(
 
 
 def _splits(blocks: int, programs: int, at_most: int) -> int:
-    """Programs that share the blocks of one image and head, so that there are enough of them."""
-    return max(1, min(blocks, PROGRAMS // programs, at_most))
+    """Programs that share the blocks of one image and head, so that each multiprocessor has two if that is possible."""
+    return max(1, min(blocks, 2 * MULTIPROCESSORS // programs, at_most))
+
+
+def _splits_of_keys(blocks: int, programs: int, at_most: int) -> int:
+    """As `_splits`, for programs of which a multiprocessor holds one: with the fewest blocks one after the other."""
+    few = cdiv(3 * MULTIPROCESSORS, programs)
+    return min(
+        range(1, max(1, min(blocks, few, at_most)) + 1),
+        key=lambda splits: (cdiv(programs * splits, MULTIPROCESSORS) * cdiv(blocks, splits), splits),
+    )
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

@@ -120,20 +120,34 @@ def _remember(log_gamma, prefix_gamma, made_of, heads, CURVES: tl.constexpr, HEA
 
 @triton.jit
 def _forward_table(
-    table, shape, positions, log_gamma, prefix_gamma, made_of, heads, first_head, first_row, patches,
+    table, shape, positions, log_gamma, prefix_gamma, made_of, heads, first_head, first_row, patches, programs,
     CURVES: tl.constexpr, CURVE_COLUMNS: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, SIDE: tl.constexpr,
     SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
-    """M of a block of SIDE rows and SIDE columns of one head. SYMMETRIC: the table has all rows, and a block is written
-    with the one that mirrors it."""
+    """M of one head, in blocks of SIDE rows and SIDE columns, which `programs` programs share. With `made_of`, only if
+    the scalars are others by now. SYMMETRIC: the table has all rows, and a block is written with the one that mirrors
+    it."""
     across = shape[1] // SIDE
     blocks = (shape[0] // SIDE) * across
-    own = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    row, column = block // across, block % across
-    needed = row <= column if SYMMETRIC else row >= 0
+    own = (tl.program_id(0) // programs).to(tl.int64)
+    first, end = tl.program_id(0) % programs, blocks
     if made_of is not None:
-        needed &= _scalars_differ(log_gamma, prefix_gamma, made_of, first_head + own, heads, CURVES, CURVE_COLUMNS)
+        differ = _scalars_differ(log_gamma, prefix_gamma, made_of, first_head + own, heads, CURVES, CURVE_COLUMNS)
+        end = tl.where(differ, end, first)
+    for block in range(first, end, programs):
+        _table_block(
+            table, shape, positions, log_gamma, prefix_gamma, heads, first_head, first_row, patches, own,
+            block // across, block % across, CURVES, AXES, PREFIX, SIDE, SYMMETRIC,
+        )  # fmt: skip
+
+
+@triton.jit
+def _table_block(
+    table, shape, positions, log_gamma, prefix_gamma, heads, first_head, first_row, patches, own, row, column,
+    CURVES: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr, SIDE: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """A block of `_forward_table`."""
+    needed = row <= column if SYMMETRIC else row >= 0
     if needed:
         tokens, head = patches + PREFIX, first_head + own
         rows = row * SIDE + tl.arange(0, SIDE)

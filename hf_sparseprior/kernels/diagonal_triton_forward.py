@@ -211,7 +211,9 @@ def _patch_rows(
     for token in range(PREFIX):
         k_row = load_row(k, k_strides, batch, head, token, WIDTH, COLUMNS)
         v_row = load_row(v, v_strides, batch, head, token, WIDTH, COLUMNS)
-        logits = tl.sum(q_rows * k_row[None, :], 1) * scale * prefix_factor
+        # The selection keeps the compiler from joining the product with the difference in `_join`, which would round it
+        # otherwise than the backward pass does.
+        logits = tl.where(exists, tl.sum(q_rows * k_row[None, :], 1) * scale * prefix_factor, float("-inf"))
         keep = keep_factor(seed, slot, tokens, token, dropout_p)
         high, total, acc = _join(high, total, acc, logits, v_row[None, :], keep, outside)
     # Two offsets at a time, mostly o and -o: four loads are under way together.

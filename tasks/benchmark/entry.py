@@ -126,7 +126,8 @@ class Benchmark:
     name: as the command line has it. keys: what makes a case this one; the last one is the contender. same: settings
     that all measurements of a folder share, besides those of the machine. bases: contenders that ratios are to. size:
     the key on the picture's x axis; "" draws a bar for each row. by_base: whether the picture has ratios to the first
-    base. one_cpu: whether all measurements of a folder are of one CPU.
+    base. one_cpu: whether all measurements of a folder are of one CPU. attempts: how often a cell may begin that never
+    ends, because it hangs or takes the process with it; None: any number of times.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Benchmark:
     size: str = ""
     by_base: bool = True
     one_cpu: bool = True
+    attempts: int | None = None
     columns: dict[str, Callable[[Row], str]] = field(default_factory=dict)
     only_these_columns: bool = False
     bar: tuple[str, Callable[[Row], float | None]] | None = None  # what a bar is, and its length
@@ -158,6 +160,10 @@ class Benchmark:
     def measure(self, cases: list[Case], session: Session) -> list[Case] | None:
         """Their records; None if a stop came first."""
         raise NotImplementedError
+
+    def expected_seconds(self, cases: Sequence[Case], records: Sequence[Case]) -> float:
+        """What cases will take, from the records so far; they do not begin if less time is left."""
+        return 0.0
 
     def goes_with_size(self, key: str) -> bool:
         """Whether a key says no more than the size does, such as how many images of it there are."""

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -93,5 +94,12 @@ class Cells(Gpu):
     def measure(self, cases: list[Case], session: Session) -> list[Case]:
         """As `Gpu`; what is wrong is a reason, because other cells may be right. Each record has its CPU."""
         gc.collect()  # so that no table of an earlier cell takes room
+        start = time.monotonic()
         found = super().measure(cases, session)
-        return [{**own, "cpu": environment()["hardware"]["cpu"]} for own in found]
+        also = {"cpu": environment()["hardware"]["cpu"], "took": time.monotonic() - start}
+        return [{**own, **also} for own in found]
+
+    def expected_seconds(self, cases: Sequence[Case], records: Sequence[Case]) -> float:
+        """As long as the longest of the same mode took: compiling takes most of it."""
+        mode = cases[0].get("mode", cases[0].get("way"))
+        return max((own.get("took", 0.0) for own in records if own.get("mode", own.get("way")) == mode), default=0.0)

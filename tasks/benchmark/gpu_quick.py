@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,15 @@ PARTS = {
     "violin, frozen": Part("dense", VIOLIN, frozen=True),
     "fibottention": Part(FIBOTTENTION),
     "fibottention and violin": Part(FIBOTTENTION, VIOLIN),
+    "random": Part("random"),  # pairs off the diagonals, which FlexAttention may take over
 }
 ANEW, FROZEN = "violin, table made in the call", "violin, frozen"
 SIZES = {196: 128, 1024: 32, 4096: 8}  # images by patches
 # Patches, dtypes. A layer of more than 1100 tokens has launches of its own; 1601 fill no block.
 CHECKED = ((196, "float32"), (196, "bfloat16"), (1600, "bfloat16"))
+# Logits up to some 1000, of which float32 has 8e-5 by `reference`; FlexAttention.
+LARGE, LARGE_LOGITS, LARGE_TOLERANCE = f"{CHECK} large logits", 300.0, 2e-4
+FLEX, FLEX_CONTENDERS = f"{CHECK} flex", ("flex", "sdpa", FLASH)
 HOST_SIZES, HOST_IMAGES = (196, 1024), 2
 Shape = tuple[str, int, int, str]  # part, patches, images, pass
 
@@ -66,6 +71,7 @@ def others() -> list[Shape]:
     """The cells of no target."""
     own = [("fibottention", 4096, 8), ("fibottention and violin", 196, 128), ("fibottention and violin", 1024, 32),
            ("fibottention", 16384, 8)]  # fmt: skip
+    own += [("random", 1024, 32), ("random", 4096, 8)]
     return [(*size, way) for size in own for way in (FORWARD, BOTH)]
 
 
@@ -77,6 +83,7 @@ class Quick(Cells):
         for kind in (CHECK, BITS):
             for tokens, dtype in CHECKED:
                 yield [self.case(f"{kind} {dtype}", tokens, 2, BOTH, CALL, OURS)]
+        yield [self.case(f"{LARGE} float32", 196, 2, BOTH, CALL, OURS)]
         yield [self.case(COPY, 0, 1, FORWARD, CALL, COPY)]
         for shape in named_by_targets():
             yield self.cell(shape)
@@ -84,6 +91,7 @@ class Quick(Cells):
             for tokens in HOST_SIZES:
                 for key in (FORWARD, BOTH):
                     yield [self.case(part, tokens, HOST_IMAGES, key, HOST, name) for name in (OURS, DENSE)]
+        yield [self.case(f"{FLEX} bfloat16", 1024, 2, BOTH, CALL, "flex")]
         for shape in others():
             yield self.cell(shape)
 
@@ -93,15 +101,18 @@ class Quick(Cells):
 
     def cell(self, shape: Shape) -> list[Case]:
         """Kernel and call of each contender."""
-        return [self.case(*shape, way, name) for way in (KERNEL, CALL) for name in QUICK_CONTENDERS]
+        names = FLEX_CONTENDERS if shape[0] == "random" else QUICK_CONTENDERS
+        return [self.case(*shape, way, name) for way in (KERNEL, CALL) for name in names]
 
     def step(self, cases: list[Case], session: Session) -> list[Case]:
         """A cell, with its errors."""
         (case, *_), device = cases, session.device
         kind, _, dtype = case["part"].rpartition(" ")
-        if kind in (CHECK, BITS):
+        if kind in (CHECK, LARGE, FLEX, BITS):
             checks: dict[str, tuple[Callable[..., dict[str, float]], float]] = {
                 CHECK: (gpu.check, gpu.TOLERANCE[dtype]), BITS: (gpu.same_bits, 0.0),
+                LARGE: (partial(gpu.check, logits=LARGE_LOGITS), LARGE_TOLERANCE),
+                FLEX: (partial(gpu.check, backend="flex"), gpu.TOLERANCE[dtype]),
             }  # fmt: skip
             function, tolerance = checks[kind]
             found = function(case["tokens"], getattr(torch, dtype), device)
@@ -202,7 +213,7 @@ class Quick(Cells):
         lines = []
         for own in records:
             for what, value in own.get("checked", {}).items():
-                bits = f"{value:.0f} elements differ" if own["part"].startswith(BITS) else f"{value:.1e}"
+                bits = f"{value:.0f} elements differ" if own["part"].startswith(BITS) else gpu.error_size(value)
                 lines.append(f"- {own['part']}, {own['tokens']} patches, {what}: {bits}")
         return "\n".join(lines)
 
@@ -211,13 +222,9 @@ def made_anew(contender: Contender) -> Contender:
     """A contender whose calls find no table of an earlier one."""
 
     def prepare(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        attend = contender.prepare(problem)
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            problem.plan.decay_tables.clear()
-            return attend(q, k, v)
-
-        return call
+        # None is kept, as while a CUDA graph is captured: warm-up and capture compile and launch the same.
+        problem.plan.decay_tables = None
+        return contender.prepare(problem)
 
     return replace(contender, prepare=prepare)
 
@@ -268,6 +275,7 @@ BENCHMARK = Quick(
     size="tokens",
     by_base=False,
     one_cpu=False,
+    attempts=2,
     columns={
         "launches": launches_text,
         "copies": lambda row: report.ratio_text(row["times"].get(COPY)),

@@ -83,26 +83,35 @@ def measure_all(benchmark: Benchmark, arguments: argparse.Namespace, settings: M
     """`run` in a folder that no other process measures in."""
     records = [own for own in read_records(benchmark, arguments.out, settings) if not may_take_more(own, arguments)]
     benchmark.check_records(records, arguments)
+    begun = read_content(benchmark, arguments.out).get("begun", {})  # cells that never ended, and how often they began
     about = report.provenance(benchmark.name)
     report.print_provenance(about)
-    content = {**about, "settings": settings, "measured": records}
+    content = {**about, "settings": settings, "measured": records, **({"begun": begun} if benchmark.attempts else {})}
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([type(benchmark).__module__])
     plan, end = list(benchmark.plan(arguments)), time.monotonic() + (arguments.for_seconds or float("inf"))
-    right, stopped = not any(map(is_wrong, records)), ""
+    right, stopped, measured = not any(map(is_wrong, records)), "", 0
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         session = Session(arguments, settings, records, stop, server, until_the_end=stack)
         for number, cases in enumerate(plan, start=1):
             if not is_left(benchmark, cases, records):
                 continue
-            if stop.requested or time.monotonic() > end:
+            needed = benchmark.expected_seconds(cases, records) if measured else 0.0  # each command measures something
+            if stop.requested or (now := time.monotonic()) >= end or now + needed > end:
                 stopped = f"stopped at {number} of {len(plan)}; the same command goes on"
                 break
+            measured, name, found = measured + 1, name_of(benchmark, cases[0]), None
+            if benchmark.attempts is not None:
+                if begun.get(name, 0) >= benchmark.attempts:
+                    found = [{**case, "failed": f"began {begun[name]} times and never ended"} for case in cases]
+                begun[name] = begun.get(name, 0) + 1
+                write_results(arguments.out / RECORDS, content)
             try:
-                found = benchmark.measure(cases, session)
+                found = found or benchmark.measure(cases, session)
             except WrongOutput as error:
                 print(error, file=sys.stderr)
                 return False
+            begun.pop(name, None)
             if found is None:
                 continue
             names = {name_of(benchmark, own) for own in found}
@@ -112,6 +121,12 @@ def measure_all(benchmark: Benchmark, arguments: argparse.Namespace, settings: M
             for own in found:
                 right &= not is_wrong(own)
                 print(f"[{number}/{len(plan)}] {report.said(benchmark, own)}", flush=True)
+            if any(own.get("device_lost") for own in found):
+                right, stopped = (
+                    False,
+                    f"the device cannot be used after {number} of {len(plan)}; give the command again",
+                )
+                break
         stopping = stop.requested
     if records:
         report.write_report(benchmark, arguments.out, content)

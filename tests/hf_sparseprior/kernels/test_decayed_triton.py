@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -68,6 +69,29 @@ def test_a_table_of_a_frozen_decay_stays_until_its_scalars_change(kernels, small
     assert list(plan.decay_tables.values()) == [kept]
 
 
+def test_programs_that_compare_make_all_blocks_of_a_table(kernels, small_blocks, monkeypatch):
+    monkeypatch.setattr("hf_sparseprior.kernels.decayed_triton.COMPARING", 3)  # for the four of 41 tokens
+    plan, scalars, run = kept_decay(kernels, grid=(5, 8))
+    for _ in range(2):
+        for found, expected in zip(run(), run("reference"), strict=True):
+            kernels.check_close("", found, expected, torch.float32)
+        scalars["beta"].data.add_(0.5)
+    assert len(plan.decay_tables) == 1
+
+
+@pytest.mark.parametrize("support", ["dense", {"name": "window", "w": 3, "diagonal": False}], ids=str)
+def test_scalars_need_not_lie_side_by_side(kernels, support):
+    leaves = kernels.make((3, 4), 1, decay="violin")
+    expected = kernels.run(leaves, support, "violin", (3, 4), 1, torch.float64, backend="reference")
+    apart = dict(leaves)
+    for name in ("alpha", "prefix_beta", "beta"):
+        if name in leaves:
+            apart[name] = leaves[name].repeat_interleave(2, -1)[..., ::2]
+    assert not apart["alpha"].is_contiguous()
+    found = kernels.run(apart, support, "violin", (3, 4), 1)
+    kernels.check_close("out", found["out"], expected["out"], torch.float32)
+
+
 def test_a_decay_changed_between_forward_and_backward_is_that_of_forward(kernels, small_blocks):
     plan, scalars, run = kept_decay(kernels)
     leaves = kernels.make((3, 4), 1, seed=3)
@@ -86,7 +110,7 @@ def test_a_decay_changed_between_forward_and_backward_is_that_of_forward(kernels
 
 def test_memory_of_tables_has_a_limit(kernels, small_blocks, monkeypatch):
     decayed_triton = pytest.importorskip("hf_sparseprior.kernels.decayed_triton")
-    device = torch.device(kernels.device)
+    device = torch.empty(0, device=kernels.device).device  # with its number
     used = decayed_triton._in_use.get(device, 0)
     plan, _, run = kept_decay(kernels)
     whole = run()
@@ -178,3 +202,19 @@ def test_operators_agree_with_their_fake_kernels(kernels):
         arguments,
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+def test_backward_programs_share_the_keys_so_that_few_multiprocessors_wait():
+    """Blocks that a multiprocessor goes through one after the other, counted by dealing programs out."""
+    decayed_triton = pytest.importorskip("hf_sparseprior.kernels.decayed_triton")
+
+    def longest(blocks: int, programs: int, splits: int) -> int:
+        sizes = [len(part) for part in np.array_split(range(blocks), splits)]
+        return -(-programs * splits // decayed_triton.MULTIPROCESSORS) * max(sizes)
+
+    for blocks, programs, at_most in itertools.product((1, 2, 9, 33, 129), (1, 24, 96, 132, 384, 1536), (0, 1, 4, 100)):
+        splits = decayed_triton._splits_of_keys(blocks, programs, at_most)
+        assert 1 <= splits <= max(1, min(blocks, at_most))
+        few = range(1, max(1, min(blocks, at_most, -(-396 // programs))) + 1)
+        assert longest(blocks, programs, splits) == min(longest(blocks, programs, count) for count in few)
+    assert decayed_triton._splits_of_keys(33, 96, 5) == 4  # 4096 patches, 8 images, 12 heads

@@ -188,7 +188,10 @@ def test_views_of_any_layout_and_nothing_read_around_them(kernels):
     kernels.check({**leaves, "q": across["q"], "v": across["v"]}, FEW, None, (3, 4), 1)
     one = leaves["k"][:, :1, :1].expand(1, 2, 13, 8)  # strides of 0; gradients of q are nothing but rounding
     found, expected = (kernels.run({**leaves, "k": x, "v": x}, FEW, None, (3, 4), 1) for x in (one, one.contiguous()))
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    # Compiled for a GPU, other strides may give other places to threads, and so another order of a row's sum.
+    tolerance = {"rtol": 0, "atol": 1e-6 if kernels.native else 0}
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], **tolerance)
 
 
 def test_gradients_of_any_subset(kernels):

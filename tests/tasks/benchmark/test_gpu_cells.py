@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from hf_sparseprior.attention.functional import run_plan
 from tasks.benchmark import commands, gpu, gpu_cells, gpu_models, gpu_quick, report, runner, timing
 from tasks.benchmark.__main__ import main
 
 ENTRIES = {"--quick": gpu_quick.BENCHMARK, "--models": gpu_models.BENCHMARK}
-SECONDS = {"triton": 1.2e-3, "flash": 1e-3, "cudnn": 9e-4, "dense_sdpa": 1e-3, "dense": 1.0}
+SECONDS = {"flex": 1e-3, "sdpa": 2e-3, "triton": 1.2e-3, "flash": 1e-3, "cudnn": 9e-4, "dense_sdpa": 1e-3, "dense": 1.0}
 SECONDS |= {"fibottention": 0.5, "violin": 1.04, "fibottention+violin": 0.6}
 SAVED = 5e-5  # seconds that a kernel takes less than its call
 # What the report says of these times.
@@ -82,13 +83,14 @@ def measured(monkeypatch, tmp_path):
 
     timer = lambda call, calls, device: getattr(call, "seconds", 1.0)  # noqa: E731
     monkeypatch.setattr(report, "draw", lambda benchmark, rows, path, heading: path)  # which takes seconds
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (runner, gpu_cells):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(timing, "seconds_per_call", timer)
     monkeypatch.setattr(timing, "traced_bytes", lambda function, device: (function(), (1 << 20, 0))[1])
     monkeypatch.setattr(gpu_quick, "host_seconds", timer)
     monkeypatch.setattr(gpu_quick, "graph_of", lambda call, device: (TimedCall(call.seconds - SAVED), 3))
     monkeypatch.setattr(gpu, "operator", no_operator)
-    monkeypatch.setattr(gpu, "check", lambda tokens, dtype, device: {"dense, violin": 1e-6})
+    monkeypatch.setattr(gpu, "check", lambda tokens, dtype, device, **options: {"dense, violin": 1e-6})
     monkeypatch.setattr(gpu, "same_bits", lambda tokens, dtype, device: {"violin, backward, two calls": 0.0})
     monkeypatch.setattr(gpu_models, "model_call", no_model)
     for entry in (gpu_quick.Quick, gpu_models.Models):
@@ -109,7 +111,7 @@ def measured(monkeypatch, tmp_path):
 @pytest.mark.parametrize("flag", ENTRIES)
 def test_a_command_stops_goes_on_in_order_and_reports(flag, measured, capsys):
     cells, entry = cells_of(flag), ENTRIES[flag]
-    for begun in (5, 10):  # at 0, 1, 2, 3 and 4 minutes
+    for begun in (4, 8):  # at 0, 1, 2 and 3 minutes
         records, table = measured(flag)
         reached = list(dict.fromkeys(entry.cell_of(own) for own in records))
         assert reached == list(dict.fromkeys(itertools.chain(*cells[:begun])))
@@ -128,7 +130,7 @@ def test_other_sources_have_a_folder_of_their_own(measured, monkeypatch, tmp_pat
     measured("--models")
     monkeypatch.setattr(gpu_cells, "sources_hash", lambda: "changed")
     records, _ = measured("--models")
-    assert len(list(tmp_path.iterdir())) == 2 and len(records) == len(list(itertools.chain(*cells_of("--models")[:5])))
+    assert len(list(tmp_path.iterdir())) == 2 and len(records) == len(list(itertools.chain(*cells_of("--models")[:4])))
 
 
 def test_the_first_cells_are_those_of_targets():
@@ -137,8 +139,7 @@ def test_the_first_cells_are_those_of_targets():
         named = [
             any(target.where.items() <= case.items() and case["contender"] in target.among
                 for target in entry.targets({}) for case in cases)
-            for cases in entry.cells() if cases[0].get("part", "").rpartition(" ")[0] not in (gpu.CHECK, gpu.BITS)
-            and cases[0].get("part") != gpu.COPY
+            for cases in entry.cells() if not cases[0].get("part", "").startswith((gpu.CHECK, gpu.BITS, gpu.COPY))
         ]  # fmt: skip
         assert named == sorted(named, reverse=True), flag
         cases = list(itertools.chain(*entry.cells()))
@@ -146,8 +147,11 @@ def test_the_first_cells_are_those_of_targets():
             matches = [case for case in cases if target.where.items() <= case.items()]
             assert {case["contender"] for case in matches} >= set(target.among), target
     assert cells_of("--models")[0] == [
-        json.dumps(["vit_small", 1024, 8, "training step", "CUDA graphs", name]) for name in ("dense", "fibottention")
+        json.dumps(["vit_small", 1024, 8, "training step", "eager", name]) for name in ("dense", "fibottention")
     ]
+    # What takes seconds comes before what is compiled.
+    modes = [cases[0]["mode"] for cases in ENTRIES["--models"].cells()]
+    assert modes[:4] == ["eager"] * 3 + ["CUDA graphs"]
 
 
 def test_what_is_wrong_is_said_and_the_rest_is_timed(measured, monkeypatch):
@@ -168,6 +172,147 @@ def test_a_graph_that_cannot_be_captured_is_a_reason(measured, monkeypatch):
     timed = [own for own in records if own["part"] == "violin"]
     assert {own["way"] for own in timed if "seconds" in own} == {"call"}
     assert {own["failed"] for own in timed if own["way"] == "kernel"} == {"RuntimeError: no graphs here"}
+
+
+def test_a_cell_does_not_begin_if_one_like_it_took_longer_than_what_is_left(measured, monkeypatch, capsys):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (runner, gpu_cells):
+        monkeypatch.setattr(module, "time", clock)
+    step = gpu_models.Models.step
+
+    def longer(self, cases, session):
+        now[0] += 10 if cases[0]["mode"] == gpu_models.EAGER else 90
+        return step(self, cases, session)
+
+    monkeypatch.setattr(gpu_models.Models, "step", longer)
+    for begun in (5, 7):  # 30 s for three, 90 s for each of the rest; of 240
+        records, _ = measured("--models")
+        assert len({ENTRIES["--models"].cell_of(own) for own in records}) == 2 * begun
+        assert f"stopped at {begun + 1} of" in capsys.readouterr().out
+        now[0] = 0.0
+    measured("--models", "--minutes", "0.1")  # too short for any: one is measured all the same
+    assert "stopped at 9 of" in capsys.readouterr().out
+
+
+def test_after_a_failure_that_spoils_the_device_a_new_process_goes_on(measured, monkeypatch, capsys):
+    measure, lost = (
+        gpu_quick.Quick.measure,
+        gpu_quick.BENCHMARK.case("check bfloat16", 196, 2, gpu.BOTH, "call", "triton"),
+    )
+
+    def spoiled(self, cases, session):
+        if cases == [lost]:
+            return [{**lost, "failed": "wrong: AcceleratorError: illegal memory access", "device_lost": True}]
+        return measure(self, cases, session)
+
+    monkeypatch.setattr(gpu_quick.Quick, "measure", spoiled)
+    records, _ = measured("--quick", status=1)
+    assert [own["part"] for own in records] == ["check float32", "check bfloat16"]
+    assert "the device cannot be used after 2 of" in capsys.readouterr().out
+    records, table = measured("--quick", "--minutes", "1000", status=1)
+    assert [own for own in records if "failed" in own] == [own for own in records if own.get("device_lost")] != []
+    assert "illegal memory access" in table and "not measured" not in table
+
+
+def test_a_cell_that_takes_the_process_with_it_is_given_up(measured, monkeypatch):
+    step, begun = gpu_models.Models.step, []
+
+    def killed(self, cases, session):
+        begun.append(cases[0]["mode"])
+        if len(begun) == 2 or begun[-1] != gpu_models.EAGER:
+            raise SystemExit(137)
+        return step(self, cases, session)
+
+    monkeypatch.setattr(gpu_models.Models, "step", killed)
+    for _ in range(2):  # the second eager cell once, and then the first compiled one
+        with pytest.raises(SystemExit):
+            measured("--models")
+    assert begun == ["eager"] * 4 + ["CUDA graphs"]
+    monkeypatch.setattr(gpu_models.Models, "step", step)
+    records, _ = measured("--models", "--minutes", "1000")
+    assert not [own for own in records if "failed" in own], "once is no reason"
+
+
+def test_a_cell_that_never_ends_is_named(measured, monkeypatch):
+    def killed(self, cases, session):
+        raise SystemExit(137)
+
+    step = gpu_models.Models.step
+    monkeypatch.setattr(gpu_models.Models, "step", killed)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            measured("--models")
+    monkeypatch.setattr(gpu_models.Models, "step", step)
+    records, table = measured("--models", "--minutes", "1000")
+    failed = [own for own in records if "failed" in own]
+    assert [own["contender"] for own in failed] == [
+        "dense",
+        "fibottention",
+    ] and "began 2 times and never ended" in table
+
+
+def test_what_raises_leaves_its_reason_and_a_check_is_wrong_then(monkeypatch):
+    session = SimpleNamespace(device=torch.device("cpu"))
+
+    def raises(self, cases, session):
+        raise ValueError("no memory left")
+
+    monkeypatch.setattr(gpu_quick.Quick, "step", raises)
+    cases = [
+        next(iter(gpu_quick.BENCHMARK.cells()))[0],
+        gpu_quick.BENCHMARK.case("violin", 196, 2, "forward", "call", "triton"),
+    ]
+    reasons = [gpu_quick.BENCHMARK.measure([case], session)[0]["failed"] for case in cases]
+    assert reasons == ["wrong: ValueError: no memory left", "ValueError: no memory left"]
+    assert [runner.is_wrong({"failed": reason}) for reason in reasons] == [True, False]
+
+
+def test_cuda_graphs_that_torch_left_out_are_a_reason():
+    counters = torch._dynamo.utils.counters["inductor"]
+
+    def set_up():
+        counters["cudagraph_skips"] += 2
+        return lambda: None
+
+    before = counters["cudagraph_skips"]
+    try:
+        with pytest.raises(RuntimeError, match="torch ran 2 of its graphs without CUDA graphs"):
+            gpu_models.noting_peak(set_up, "dense", {})()
+        gpu_models.noting_peak(lambda: lambda: None, "dense", {})()
+    finally:
+        counters["cudagraph_skips"] = before
+
+
+def test_nan_is_said_where_a_folder_is_read_again():
+    records = [{"part": "check float32", "tokens": 196, "checked": {"dense, violin": None, "zero": 1e-6}}]
+    text = gpu_quick.BENCHMARK.notes([], records, {})
+    assert "dense, violin: nan" in text and "zero: 1.0e-06" in text
+    assert "check float32, dense, violin: nan" in gpu.BENCHMARK.notes([], records, {})
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_large_logits_are_within_the_bound_of_float32_in_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu, "HEADS", 1)
+    monkeypatch.setattr(gpu, "WIDTH", 16)
+    torch.manual_seed(0)
+    found = gpu.check(36, torch.float32, torch.device("cpu"), logits=gpu_quick.LARGE_LOGITS)
+    assert len(found) == 4 and max(found.values()) < gpu_quick.LARGE_TOLERANCE
+
+
+def test_flex_is_checked_against_the_reference(monkeypatch):
+    """On a CPU its outputs alone, which have no gradients there."""
+    monkeypatch.setattr(gpu, "HEADS", 2)
+    asked = []
+
+    def run(request, backend):
+        asked.append(backend)
+        return run_plan(request, backend="reference" if backend == "flex" else backend)
+
+    monkeypatch.setattr(gpu, "run_plan", run)
+    assert max(gpu.check(49, torch.float32, torch.device("cpu"), backend="flex").values()) < 1e-5
+    assert asked == ["flex", "reference"] * len(gpu.FLEX_CHECKS)
 
 
 @pytest.mark.parametrize("option", [["--tokens", "16"], ["--batch", "2"], ["--contenders", "triton"]])
@@ -205,6 +350,7 @@ def test_a_contender_is_one_name(monkeypatch):
     monkeypatch.setattr(gpu_quick, "QUICK_CONTENDERS", (*commands.QUICK_CONTENDERS, "flex"))
     assert all("flex" in {case["contender"] for case in cases}
                for cases in gpu_quick.BENCHMARK.cells() if cases[0]["way"] == "kernel")  # fmt: skip
+    assert set(gpu_quick.FLEX_CONTENDERS) <= set(gpu.gpu_contenders())
     assert set(commands.QUICK_CONTENDERS) <= set(gpu.gpu_contenders())
 
 
