@@ -76,7 +76,8 @@ def predicted_keys(
     if basis.dim() == 2 and coefficients.dtype == basis.dtype == torch.float32 and kernel_predicts(coefficients):
         return predicted_cpu.predicted_keys(coefficients, basis, num_prefix_tokens, budget, threshold)
     coefficients = torch.where(coefficients > threshold, coefficients, 0.0)
-    if coefficients[..., 0].numel() * basis.shape[-1] <= MOST_SCORES or plain() or torch.compiler.is_compiling():
+    in_graph = plain() is not None or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if in_graph or coefficients[..., 0].numel() * basis.shape[-1] <= MOST_SCORES:
         return keys_of_scores(coefficients @ basis, num_prefix_tokens, budget)
     images = zip(coefficients.split(1), basis.split(1) if basis.dim() == 4 else repeat(basis), strict=False)
     return torch.cat([keys_of_scores(one @ own, num_prefix_tokens, budget) for one, own in images])
