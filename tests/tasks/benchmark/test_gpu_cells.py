@@ -168,7 +168,7 @@ def test_a_graph_that_cannot_be_captured_is_a_reason(measured, monkeypatch):
         raise RuntimeError("no graphs here")
 
     monkeypatch.setattr(gpu_quick, "graph_of", fails)
-    records, _ = measured("--quick", "--minutes", "8")
+    records, _ = measured("--quick", "--minutes", "9")
     timed = [own for own in records if own["part"] == "violin"]
     assert {own["way"] for own in timed if "seconds" in own} == {"call"}
     assert {own["failed"] for own in timed if own["way"] == "kernel"} == {"RuntimeError: no graphs here"}
