@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_sparseprior.attention.choice import Crossover, register_backend
-from hf_sparseprior.attention.gather import not_listed, prefix_rows
+from hf_sparseprior.attention.gather import GATHERED_BLOCK, not_listed, prefix_rows
 from hf_sparseprior.attention.plan import AttentionPlan, decay_positions, plan_table
 from hf_sparseprior.attention.request import AttentionRequest
 from hf_sparseprior.patterns.decay import decay_weights, prefix_weights
@@ -89,10 +89,6 @@ def _decay(request: AttentionRequest, rows: Tensor, dtype: torch.dtype) -> Tenso
     return torch.stack(heads)
 
 
-# Numbers in the gathered keys of a block, by whether they are on a GPU, as in `gather`.
-BLOCK = {False: 1 << 22, True: 1 << 26}
-
-
 class PlaceAttention(torch.autograd.Function):
     """softmax(q k^T * factor) v over lists of rows of keys, which F queries share, some places at a time.
 
@@ -104,7 +100,8 @@ class PlaceAttention(torch.autograd.Function):
     def blocks(q: Tensor, rows: Tensor) -> range:
         """First places of the blocks."""
         batch, heads, places, clip, width = q.shape
-        return range(0, places, max(1, BLOCK[q.is_cuda] // max(1, batch * heads * rows.shape[-1] * clip * width)))
+        each = batch * heads * rows.shape[-1] * clip * width
+        return range(0, places, max(1, GATHERED_BLOCK[q.is_cuda] // max(1, each)))
 
     @staticmethod
     def gathered(tokens: Tensor, numbers: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def plan_table(plan: AttentionPlan, name: str, device: torch.device) -> Tensor:
         # A table made under inference_mode could not be used in a later training step.
         with torch.inference_mode(False), outside_trace():
             content = plan.build_table(name)
-            if content.nbytes >= LARGE:
+            if shared is None and content.nbytes >= LARGE:
                 digest = hashlib.blake2b(np.ascontiguousarray(content).data, digest_size=16).digest()
                 shared = (str(content.dtype), content.shape, digest, device)
                 table = _shared_tables.get(shared)

@@ -370,7 +370,7 @@ def _splits(blocks: int, programs: int, at_most: int) -> int:
 
 
 def _splits_of_keys(blocks: int, programs: int, at_most: int) -> int:
-    """As `_splits`, for programs of which a multiprocessor holds one: with the fewest blocks one after the other."""
+    """As `_splits`, where a multiprocessor holds a single program: the number that makes the longest queue shortest."""
     few = cdiv(3 * MULTIPROCESSORS, programs)
     return min(
         range(1, max(1, min(blocks, few, at_most)) + 1),

@@ -209,7 +209,7 @@ class PriorAttention(nn.Module):
             self._plans.pop(key, None)  # another thread may have done so
         self._plans[key] = plan
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._captured_plans.add(plan)  # a CUDA graph reads its tables for as long as it is replayed
+            self._captured_plans.add(plan)  # each replay of the CUDA graph reads its tables
         return plan
 
     def _plans_are_many(self) -> bool:

@@ -194,14 +194,14 @@ def operator(contender: Contender, setting: Setting, size: Size, trains: bool) -
 # ---- before anything is timed ---------------------------------------------------------------------------------------
 
 
-# What the Triton kernels are checked with, and FlexAttention: support and decay.
-CHECKS: dict[str, tuple[Any, Any]] = {
+# What the Triton kernels are checked with, against `reference` and to the bit, and FlexAttention: support and decay.
+KERNEL_CASES: dict[str, tuple[Any, Any]] = {
     "neg_inf": (FIBOTTENTION, None),
     "zero": ({**FIBOTTENTION, "mask_fill": "zero"}, None),
     "neg_inf, violin": (FIBOTTENTION, VIOLIN),
     "dense, violin": ("dense", VIOLIN),
 }
-FLEX_CHECKS: dict[str, tuple[Any, Any]] = {
+FLEX_CASES: dict[str, tuple[Any, Any]] = {
     "random": ("random", None),
     "neighborhood": ({"name": "neighborhood", "window": 7}, None),
 }
@@ -214,12 +214,12 @@ def check(
     backend: str = "triton",
     logits: float = 1.0,
 ) -> dict[str, float]:
-    """For each of `CHECKS` or `FLEX_CHECKS`, the largest difference of outputs and gradients from float64 `reference`,
-    over the largest value. `logits`: their standard deviation, before a decay; where they are large, gradients of most
-    rows are nothing but rounding, so values below 0.01 count as that.
+    """For each of `KERNEL_CASES` or `FLEX_CASES`, the largest difference of outputs and gradients from float64
+    `reference`, over the largest value. `logits`: their standard deviation, before a decay; where they are large,
+    gradients of most rows are nothing but rounding, so values below 0.01 count as that.
     """
     worst, least = {}, 0.01 if logits > 1 else 0.0
-    for name, (support, decay) in (CHECKS if backend == "triton" else FLEX_CHECKS).items():
+    for name, (support, decay) in (KERNEL_CASES if backend == "triton" else FLEX_CASES).items():
         plan = make_plan(support, decay, tokens)
         inputs = make_inputs(2, tokens, dtype, device)
         inputs[0] = inputs[0] * logits
@@ -264,22 +264,14 @@ def launches_of(graph: torch.cuda.CUDAGraph) -> int | None:
     return count.value if status == 0 else None
 
 
-BIT_CASES: dict[str, tuple[Any, Any]] = {
-    "support": (FIBOTTENTION, None),
-    "support, zero fill": ({**FIBOTTENTION, "mask_fill": "zero"}, None),
-    "support, violin": (FIBOTTENTION, VIOLIN),
-    "violin": ("dense", VIOLIN),
-}
-
-
 def same_bits(tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """How many elements of two calls, and on CUDA of a call and replays of its graph, differ in a bit: 0.
 
-    Forward and backward of each of `BIT_CASES`, and inference, which keeps tables of a decay. Every sum of the kernels
-    has a fixed order, so nothing may differ.
+    Forward and backward of each of `KERNEL_CASES`, and inference, which keeps tables of a decay. Every sum of the
+    kernels has a fixed order, so nothing may differ.
     """
     differing: dict[str, float] = {}
-    for (name, (support, decay)), trains in product(BIT_CASES.items(), (True, False)):
+    for (name, (support, decay)), trains in product(KERNEL_CASES.items(), (True, False)):
         plan, inputs = make_plan(support, decay, tokens), make_inputs(2, tokens, dtype, device)
         run: Callable[[], Any] = triton_call(plan, inputs, trains)
         expected = [x.clone() for x in run()]

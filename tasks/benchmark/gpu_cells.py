@@ -101,5 +101,5 @@ class Cells(Gpu):
 
     def expected_seconds(self, cases: Sequence[Case], records: Sequence[Case]) -> float:
         """As long as the longest of the same mode took: compiling takes most of it."""
-        mode = cases[0].get("mode", cases[0].get("way"))
-        return max((own.get("took", 0.0) for own in records if own.get("mode", own.get("way")) == mode), default=0.0)
+        mode = self.keys[-2]
+        return max((own.get("took", 0.0) for own in records if own[mode] == cases[0][mode]), default=0.0)

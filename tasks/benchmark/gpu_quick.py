@@ -52,7 +52,7 @@ ANEW, FROZEN = "violin, table made in the call", "violin, frozen"
 SIZES = {196: 128, 1024: 32, 4096: 8}  # images by patches
 # Patches, dtypes. A layer of more than 1100 tokens has launches of its own; 1601 fill no block.
 CHECKED = ((196, "float32"), (196, "bfloat16"), (1600, "bfloat16"))
-# Logits up to some 1000, of which float32 has 8e-5 by `reference`; FlexAttention.
+# Logits up to about 1000, where the error of `reference` in float32 is 8e-5; FlexAttention.
 LARGE, LARGE_LOGITS, LARGE_TOLERANCE = f"{CHECK} large logits", 300.0, 2e-4
 FLEX, FLEX_CONTENDERS = f"{CHECK} flex", ("flex", "sdpa", FLASH)
 HOST_SIZES, HOST_IMAGES = (196, 1024), 2

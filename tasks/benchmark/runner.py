@@ -83,7 +83,8 @@ def measure_all(benchmark: Benchmark, arguments: argparse.Namespace, settings: M
     """`run` in a folder that no other process measures in."""
     records = [own for own in read_records(benchmark, arguments.out, settings) if not may_take_more(own, arguments)]
     benchmark.check_records(records, arguments)
-    begun = read_content(benchmark, arguments.out).get("begun", {})  # cells that never ended, and how often they began
+    # Cells that never ended, and how often they began.
+    begun = read_content(benchmark, arguments.out).get("begun", {}) if benchmark.attempts else {}
     about = report.provenance(benchmark.name)
     report.print_provenance(about)
     content = {**about, "settings": settings, "measured": records, **({"begun": begun} if benchmark.attempts else {})}
@@ -122,10 +123,8 @@ def measure_all(benchmark: Benchmark, arguments: argparse.Namespace, settings: M
                 right &= not is_wrong(own)
                 print(f"[{number}/{len(plan)}] {report.said(benchmark, own)}", flush=True)
             if any(own.get("device_lost") for own in found):
-                right, stopped = (
-                    False,
-                    f"the device cannot be used after {number} of {len(plan)}; give the command again",
-                )
+                right = False
+                stopped = f"the device cannot be used after {number} of {len(plan)}; give the command again"
                 break
         stopping = stop.requested
     if records:

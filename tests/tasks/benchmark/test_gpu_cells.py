@@ -312,7 +312,7 @@ def test_flex_is_checked_against_the_reference(monkeypatch):
 
     monkeypatch.setattr(gpu, "run_plan", run)
     assert max(gpu.check(49, torch.float32, torch.device("cpu"), backend="flex").values()) < 1e-5
-    assert asked == ["flex", "reference"] * len(gpu.FLEX_CHECKS)
+    assert asked == ["flex", "reference"] * len(gpu.FLEX_CASES)
 
 
 @pytest.mark.parametrize("option", [["--tokens", "16"], ["--batch", "2"], ["--contenders", "triton"]])
@@ -337,8 +337,8 @@ def test_calls_have_the_same_bits_in_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(gpu, "HEADS", 1)
     monkeypatch.setattr(gpu, "WIDTH", 4)
-    cases = {"support, violin": gpu.BIT_CASES["support, violin"]}
-    monkeypatch.setattr(gpu, "BIT_CASES", cases)
+    cases = {"neg_inf, violin": gpu.KERNEL_CASES["neg_inf, violin"]}
+    monkeypatch.setattr(gpu, "KERNEL_CASES", cases)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = gpu.same_bits(4, torch.float32, device)
     assert {f"{name}, {key}, two calls" for name in cases for key in ("forward", "backward")} <= set(found)
