@@ -9,13 +9,15 @@ rules of significance and the queue are shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import hf_sparseprior
 from hf_sparseprior.priors.prior import parse_prior
-from tasks.canvases.data import LABELS
+from tasks.canvases.data import LABELS, Canvases, Pool, read_pools
+from tasks.canvases.drawings import DRAWINGS, DRAWN, FOLDERS, Album, Drawings, read_albums
 
 WIDEST = 65  # w_max of Fibottention, in tokens
 FIBOTTENTION = {"support": {"name": "fibottention", "w_max": WIDEST}}
@@ -23,6 +25,7 @@ WIDE = {"support": "fibottention"}
 HILBERT = {"support": {**FIBOTTENTION["support"], "order": "hilbert"}}
 DENSE = "dense"
 SPARSIFY = "sparsify"  # what the library calls it
+FOLDER = "folder"  # the label of drawings
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,48 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A task: label, side of the objects in pixels, background."""
+    """A task: label, side of the objects in pixels, background. Drawings have no background, and are the objects."""
 
     label: str
     object_px: int
     background: str = "noise"
 
     @property
+    def classes(self) -> int:
+        """How many labels there are."""
+        return len(FOLDERS) if self.label == FOLDER else LABELS[self.label][0]
+
+    @property
     def chance(self) -> float:
         """Accuracy of guessing."""
-        return 1 / LABELS[self.label][0]
+        return 1 / self.classes
+
+    def missing(self) -> str | None:
+        """Why this machine cannot do it; None if it can. Of Fashion-MNIST the reader says so."""
+        if self.label == FOLDER and not os.path.isdir(DRAWINGS):
+            return f"{DRAWINGS} is missing: apt-get install openclipart-png"
+        return None
+
+    def about(self, side: int) -> str:
+        """The images in words."""
+        if self.label == FOLDER:
+            return f"drawings of Open Clip Art on {side} pixels, by folder"
+        name = next(name for name, variant in VARIANTS.items() if variant == self)
+        return f"canvases of {side} pixels with Fashion-MNIST's objects, variant {name}"
+
+    def pools(self, device: str, data: str | None) -> Mapping[str, Pool | Album]:
+        """What the images of each split are made of; `data`: folder of Fashion-MNIST, None: that of Debian's package.
+
+        Raises:
+            OSError: if files are missing.
+        """
+        if self.label == FOLDER:
+            return read_albums(DRAWINGS, device)
+        return read_pools(self.object_px, self.background, device, data)
+
+    def images(self, pool: Pool | Album, side: int, seed: int) -> Canvases | Drawings:
+        """The images of one split and seed."""
+        return Drawings(pool, side, seed) if isinstance(pool, Album) else Canvases(pool, side, self.label, seed)
 
 
 VARIANTS = {
@@ -122,6 +157,7 @@ VARIANTS = {
     "photographs": Variant("class", 28, "photographs"),
     "count": Variant("count", 14),
     "repeated": Variant("repeated", 14),
+    "drawings": Variant(FOLDER, DRAWN, "paper"),
 }
 
 
@@ -233,6 +269,7 @@ SCALES = {
                 Group("photographs", 256, 10, 2, THREE, (0,)),
                 Group("count", 256, 10, 2, THREE, (0,)),
                 Group("repeated", 256, 10, 2, THREE, (0,)),
+                Group("drawings", 256, 10, 2, THREE, (0,)),
                 Group("class", 256, 10, 2, BEST, MORE_SEEDS[:2]),
                 Group("class", 128, 8, 1, BEST, MORE_SEEDS[:2]),
             ),

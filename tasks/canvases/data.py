@@ -216,6 +216,7 @@ class Canvases:
                 f"needs {self.objects}"
             )
         self.cells = min(room, self.objects)
+        self.size: int | None = None  # there is no end
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Images `first` to `first + count - 1`: uint8 (B, 1, S, S) and labels, int64 (B,)."""

@@ -41,7 +41,8 @@ from hf_sparseprior.training.distillation import (
 )
 from hf_sparseprior.training.layer_decay import adamw
 from tasks.canvases.contenders import DENSE, SPARSIFY, VARIANTS, Run, Scale
-from tasks.canvases.data import LABELS, SELECTION_SEED, TEST_SEED, Canvases, as_input, read_pools
+from tasks.canvases.data import SELECTION_SEED, TEST_SEED, Canvases, as_input
+from tasks.canvases.drawings import Drawings
 from tasks.canvases.patches import changed_model
 
 STATE = "state.pt"
@@ -122,9 +123,8 @@ class Training:
         self.run, self.scale = run, scale
         self.folder, self.start = run_folder(out, run.group, run.row, run.seed), start_folder(out, run)
         self.clock = clock_of(scale.device)
-        variant = VARIANTS[run.variant]
-        self.pools = read_pools(variant.object_px, variant.background, scale.device, data)
-        self.label, self.contender = variant.label, run.contender
+        self.variant, self.contender = VARIANTS[run.variant], run.contender
+        self.pools = self.variant.pools(scale.device, data)
         self.patch, self.side = scale.patch * self.contender.patch, run.side // self.contender.shrink
         self.prior = self.contender.prior
         # Of the clock: where a phase ends, with the first step of the next.
@@ -179,16 +179,14 @@ class Training:
             self.optimizer.load_state_dict(saved["optimizer"])
         self.model.train()
         side, batch = self._canvas()
-        self.canvases = Canvases(self.pools["train"], side, self.label, self.run.seed)
+        self.canvases = self.variant.images(self.pools["train"], side, self.run.seed)
         self._loss(*self.canvases.batch(0, batch)).backward()  # kernels may be compiled, which is not counted
         self.optimizer.zero_grad(set_to_none=True)
 
     def _make_model(self) -> Any:
         if self.start is None:
-            labels = LABELS[self.label][0]
-            config = SparsePriorViTConfig(
-                **self.scale.model, image_size=self.side, patch_size=self.patch, num_labels=labels, prior=self.prior
-            )
+            sizes = {"image_size": self.side, "patch_size": self.patch, "num_labels": self.variant.classes}
+            config = SparsePriorViTConfig(**self.scale.model, **sizes, prior=self.prior)
             return SparsePriorViTForImageClassification(config)
         if self.predictor_phase:
             return changed_model(self.start, self.scale.start[-1].side, self.patch, self.prior)
@@ -204,7 +202,7 @@ class Training:
             ValueError: for a budget that no choice meets, from `sparsify`.
         """
         dense = changed_model(self.start or "", self.side, self.patch, DENSE).to(self.scale.device)
-        images, _ = Canvases(self.pools["train"], self.run.side, self.label, self.run.seed).batch(0, CHOICE_IMAGES)
+        images, _ = self.variant.images(self.pools["train"], self.run.side, self.run.seed).batch(0, CHOICE_IMAGES)
         settings = {**CHOICE, "batch": self.scale.inference_batch, "device": self.scale.device, "seed": self.run.seed}
         started = self.clock()
         chosen = getattr(hf_sparseprior, SPARSIFY)(dense, as_input(images), budget=budget, settings=settings)
@@ -308,22 +306,23 @@ class Training:
         print(f"{self.run.name}: {point_line(point)}", file=sys.stderr, flush=True)
 
     def _predict(self, split: str, seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Labels and predicted classes (count,) of a fixed set of canvases."""
-        canvases = Canvases(self.pools[split], self.run.side, self.label, seed)
-        return predict(self.model, canvases, count, self.contender.shrink, self.scale.device)
+        """Labels and predicted classes (count,) of a fixed set of images, of all there are if these are fewer."""
+        images = self.variant.images(self.pools[split], self.run.side, seed)
+        count = count if images.size is None else min(count, images.size)
+        return predict(self.model, images, count, self.contender.shrink, self.scale.device)
 
     def finish(self) -> None:
         """The test, the record, and of a start its model."""
         labels, predicted = self._predict("test", TEST_SEED, self.scale.test_images)
         details = {
             **about_model(self.model),
-            "data": f"canvases of {self.run.side} pixels with Fashion-MNIST's objects, variant {self.run.variant}",
-            "chance": VARIANTS[self.run.variant].chance,
+            "data": self.variant.about(self.run.side),
+            "chance": self.variant.chance,
             "patch": self.patch,
             "tokens": math.prod(self.model.config.grid),
             "images": self.images,
             "minutes": self.spent / 60,
-            "test_images": self.scale.test_images,
+            "test_images": len(labels),
             "test_correct": pack_correct(labels, predicted),
             "start_sha256": None if self.start is None else weights_sha256(self.start),
         }
@@ -371,13 +370,13 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def predict(
-    model: Any, canvases: Canvases, count: int, shrink: int = 1, device: str = "cpu"
+    model: Any, images: Canvases | Drawings, count: int, shrink: int = 1, device: str = "cpu"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and predicted classes (count,) of the first canvases."""
+    """Labels and predicted classes (count,) of the first images."""
     labels, predicted = [], []
     with evaluating(model), autocast(device):
         for first in range(0, count, EVAL_BATCH):
-            images, answers = canvases.batch(first, min(EVAL_BATCH, count - first))
+            pixels, answers = images.batch(first, min(EVAL_BATCH, count - first))
             labels.append(answers)
-            predicted.append(model(pixel_values=as_input(images, shrink)).logits.argmax(-1))
+            predicted.append(model(pixel_values=as_input(pixels, shrink)).logits.argmax(-1))
     return torch.cat(labels).cpu().numpy(), torch.cat(predicted).cpu().numpy()

@@ -22,7 +22,7 @@ from hf_sparseprior.runs.results import write_results
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.canvases import commands
 from tasks.canvases.contenders import CONTENDERS, SCALES, VARIANTS, Scale
-from tasks.canvases.data import LABELS, TEST_SEED, Canvases, as_input, read_pools
+from tasks.canvases.data import TEST_SEED, as_input
 from tasks.canvases.loop import autocast, check_device, clock_of, evaluating
 from tasks.canvases.report import TIMES, groups_of, records_folder
 from tasks.common.records import read_records
@@ -44,11 +44,11 @@ def measure_all(scale: Scale, records: Path, rounds: int = commands.ROUNDS, data
     measured: dict[str, Any] = {}
     for group in groups_of(scale, records):
         variant = VARIANTS[group.variant]
-        pool = read_pools(variant.object_px, variant.background, scale.device, data)["test"]
-        images, _ = Canvases(pool, group.side, variant.label, TEST_SEED).batch(0, scale.inference_batch)
+        pool = variant.pools(scale.device, data)["test"]
+        images, _ = variant.images(pool, group.side, TEST_SEED).batch(0, scale.inference_batch)
         rows = read_records(records / group.folder)
         priors = {row: next(iter(runs.values()))["prior_settings"] for row, runs in rows.items()}
-        models = {row: _model(scale, group.side, row, prior, LABELS[variant.label][0]) for row, prior in priors.items()}
+        models = {row: _model(scale, group.side, row, prior, variant.classes) for row, prior in priors.items()}
         measured[group.folder] = _measure(scale, models, images, rounds)
         for row, one in measured[group.folder].items():
             print(f"{group.folder}/{row}: {one['ms']:.2f} ms an image", flush=True)
