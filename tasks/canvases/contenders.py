@@ -364,7 +364,7 @@ def start_name(variant: str) -> str:
 
 
 def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = (), sides: Sequence[int] = ()) -> list[Run]:
-    """The runs of a scale in order: starts, then groups, then more seeds of dense models.
+    """The runs of a scale in order: starts, the first seed of every group, more seeds, those of dense models last.
 
     Args:
         scale: which.
@@ -391,6 +391,7 @@ def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = (), s
                 *(group.every, group.batch or scale.batch, scale.rate, start, scale.contender(name, group.side)),
             )
         )
+    runs.sort(key=lambda run: run.seed)
     variants = dict.fromkeys(run.variant for run in runs)
     starts = [run for variant in variants for run in _stages(scale, variant)]
     return starts + [run for run in runs if not run.can_be_dropped] + [run for run in runs if run.can_be_dropped]

@@ -77,7 +77,6 @@ class Experiment:
 
     def __init__(self, scale: Scale, runs: Sequence[Run], out: Path, records: Path, data: str | None = None) -> None:
         self.scale, self.runs, self.out, self.records, self.data = scale, list(runs), out, records, data
-        self.tried: list[Run] = []
 
     def folder(self, run: Run) -> Path:
         """Of a run."""
@@ -155,8 +154,7 @@ class Experiment:
         return run.can_be_dropped and 0 in pilots and learns_nothing(pilots[0])
 
     def do(self, jobs: int | None) -> None:
-        """All runs that are left: of each variant its starts stage by stage and then the runs of the first seed; after
-        them all of more seeds, dense ones last.
+        """All runs that are left, in order; starts stage by stage, those last that may turn out not to be worth it.
 
         Args:
             jobs: processes at a time; None: one run after another in this process.
@@ -166,28 +164,23 @@ class Experiment:
         """
         self.check()
         self.collect()
-        others, failed = [run for run in self.runs if not run.is_start], list[str]()
-        for variant in dict.fromkeys(run.variant for run in self.runs):
-            runs = [run for run in self.runs if run.variant == variant]
-            for stage in self.scale.start:
-                starts = [run for run in runs if run.is_start and run.side == stage.side]
-                self._do_all([run for run in starts if not self.is_done(run)], jobs)
-            first = min((run.seed for run in runs if not run.is_start), default=0)
-            failed += self._do_left([run for run in runs if not run.is_start and run.seed == first], jobs)
-        failed += self._do_left([run for run in others if not run.can_be_dropped], jobs)
+        for stage in self.scale.start:
+            starts = [run for run in self.runs if run.is_start and run.side == stage.side]
+            self._do_all([run for run in starts if not self.is_done(run)], jobs)
+        others = [run for run in self.runs if not run.is_start]
+        failed = self._do_left([run for run in others if not run.can_be_dropped], jobs)
         failed += self._do_left([run for run in others if run.can_be_dropped], jobs)
         if failed:
             raise RunsFailed("\n".join(failed))
 
     def _do_left(self, runs: Sequence[Run], jobs: int | None) -> list[str]:
-        """Those of these runs that are left; what failed. One that failed is tried once."""
+        """Those of these runs that are left; what failed."""
         left = []
-        for run in (run for run in runs if run not in self.tried and not self.is_done(run)):
+        for run in (run for run in runs if not self.is_done(run)):
             if self.dropped(run):
                 print(f"{run.name}: dropped, seed 0 stayed below twice chance", file=sys.stderr)
             else:
                 left.append(run)
-        self.tried += left
         try:
             self._do_all(left, jobs)
         except RunsFailed as error:
