@@ -130,8 +130,8 @@ def smaller_images(search: Search, share: float) -> Compared | str:
 
 
 def token_merging(search: Search, share: float) -> Compared | str:
-    """The dense model that merges similar patches, as few as it may to take no more than a share of its time; or why
-    there is none.
+    """The dense model that merges similar patches, as few as it may to take no more than a share of its time; with the
+    fewest patches that it can leave where that takes longer; or why there is none.
     """
     subject, settings = search.subject, search.settings
 
@@ -153,11 +153,10 @@ def token_merging(search: Search, share: float) -> Compared | str:
     if (reason := why_not(STEPS - 1)) is not None:
         return reason
     fewest = 1 + largest_step(STEPS, lambda step: why_not(step) is not None)  # a block merges half of them at most
-    if (taken := share_of(fewest)) > share:
-        return f"it takes {taken:.3f} of the time with the fewest patches that it can leave, {fewest / STEPS:g} of them"
     step = max(fewest, largest_step(STEPS, lambda step: step <= fewest or share_of(step) <= share))
     taken, model = share_of(step), subject.merging(step / STEPS)
     name, changes = f"dense, patches merged to {step / STEPS:g} of them", {"prior": model.config.prior}
+    name += ", the fewest that it can leave" if taken > share else ""
     return Compared(name, taken, model, _outputs(search), changes)
 
 

@@ -268,6 +268,11 @@ def _begin(
     say(
         f"{images.count} images: {len(parts.calibration)} for calibration, {len(parts.recovery)} for recovery, "
         f"{len(parts.test)} for the test of {measure_name(subject, images)}"
+        + (
+            ""
+            if images.test or not images.labels
+            else ", of which the dense model must not have seen any in its training"
+        )
     )
     read = [images.readable(numbers) for numbers in images.batches(parts.calibration, CALIBRATION_BATCH)]
     batches = [torch.stack(list(pixels.values())) for pixels in read if pixels]

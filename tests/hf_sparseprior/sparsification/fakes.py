@@ -1,9 +1,12 @@
 """Models for the tests of `sparsify`, and a timer whose seconds depend on names alone."""
 
+import time
+
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_sparseprior as sp
+from hf_sparseprior.sparsification import recovery, timing
 from tests.timm_oracle import import_timm
 
 SIZES = {
@@ -18,6 +21,7 @@ CANDIDATES = [
 NAMES = ["window w=2", "fibottention w_min=5 w_max=20", "neighborhood window=3"]
 # Of a layer's attention, in units of the dense model's time.
 SECONDS = {"dense attention": 0.25, **dict(zip(NAMES, (0.05, 0.1, 0.125), strict=True))}
+STILL = "standing still"
 SETTINGS = {"candidates": CANDIDATES, "calibration": 6, "device": "cpu"}
 
 
@@ -78,3 +82,17 @@ class Timer:
             return 1.0
         seconds = list(SECONDS.values())
         return 1 - self.scale * sum(seconds[0] - seconds[int(own)] for own in which.split(","))
+
+
+def search_until(out, line, minutes):
+    """A search with recovery, for a process of its own: it stands still when it says a line that begins so, in recovery
+    after the second step, when the first is saved.
+    """
+    timing.seconds_of_rounds, recovery.SAID_EVERY, recovery.SAVED_EVERY = Timer(), 0.0, 0.0
+
+    def say(text):
+        if text.startswith(line) and ", step 1," not in text:
+            print(STILL, flush=True)
+            time.sleep(1000)
+
+    sp.sparsify(model_of("ours"), images_of(), 0.6, settings={**SETTINGS, "minutes": minutes}, out=out, say=say)

@@ -38,6 +38,7 @@ from hf_sparseprior.sparsification.candidates import parse_candidates
 from hf_sparseprior.sparsification.choice import promising
 from hf_sparseprior.sparsification.data import Images, split
 from hf_sparseprior.sparsification.plan import Plan
+from hf_sparseprior.sparsification.recovery import STATE
 from hf_sparseprior.sparsification.report import points
 from hf_sparseprior.sparsification.search import Search, TimeLeft
 from hf_sparseprior.sparsification.sensitivity import LayerChanged, dense_outputs
@@ -53,10 +54,13 @@ from tests.hf_sparseprior.sparsification.fakes import (
     SECONDS,
     SETTINGS,
     SIZES,
+    STILL,
     Timer,
     images_of,
     model_of,
+    search_until,
 )
+from tests.processes import Started, wait_until
 from tests.timm_oracle import import_timm
 
 
@@ -206,6 +210,27 @@ def test_the_choice_is_timed_once_more_and_that_is_what_the_report_says(timer):
     low = replace(report, measured=0.5, rounds=[(0.5, 0.5)] * 3)
     assert "in 3 rounds no choice was measured that meets it more closely" in " ".join(low.summary())
     assert len(replace(report, measured=0.6).summary()) == 1
+
+
+@each("late", [("0",), ("0", "1"), ("0", "1", "2", "3")])
+def test_a_choice_that_is_late_when_it_is_timed_again_gives_way_to_a_faster_one(late, timer):
+    """`late`: choices with these layers, all but the fastest, take 0.3 more when they are timed again."""
+    fake = timer()
+    plain, seen, lines = fake.whole, [], []
+
+    def slower_next_time(name):
+        seen.append(name)
+        kind, _, which = name.partition(" ")
+        is_late = kind == "choice" and which != "1,1,1" and not set(which.split(",")).isdisjoint(late)
+        return plain(name) + 0.3 * (is_late and seen.count(name) > 1)
+
+    fake.whole = slower_next_time
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS, say=lines.append).report
+    again = [line for line in lines if line.startswith("measured once more, the choice takes ")]
+    assert report.measured == pytest.approx(shares(report.layers)) and report.measured <= 1.1 * 0.6
+    assert len(again) >= (1 if "1" in late else 0) and "longer than when it was made" not in report.to_markdown()
+    numbers = [str(["dense", *NAMES].index(name)) for name in report.layers]
+    assert set(numbers).isdisjoint(late) or numbers == ["1", "1", "1"]
 
 
 def test_a_choice_near_the_budget_is_found_where_predictions_are_of_no_use(timer):
@@ -377,6 +402,13 @@ def test_the_choice_stands_beside_others_of_its_time(timer):
     merging = next(row for name, row in rows.items() if "patches merged" in name)
     keep = float(merging.name.split()[-3])
     assert merging.share == 0.25 + 0.75 * keep <= rows["the choice"].share < 0.25 + 0.75 * (keep + 1 / STEPS)
+    low = {row.name: row for row in sp.sparsify(model_of("ours"), images_of(), 0.42, settings=SETTINGS).report.rows}
+    fewest = next(row for name, row in low.items() if name.endswith(" of them, the fewest that it can leave"))
+    assert fewest.share > low["the choice"].share and fewest.value is not None
+    with pytest.raises(ValueError, match="at most half can be"):
+        Subject(model_of("ours"), None, torch.device("cpu")).merging(
+            float(fewest.name.partition(" merged to ")[2].split()[0]) - 1 / STEPS
+        )
     stock = sp.sparsify(model_of("transformers"), images_of(), 0.75, settings=SETTINGS).report
     assert next(row for row in stock.rows if row.name == "token merging").note
 
@@ -413,6 +445,27 @@ def test_a_search_that_was_killed_goes_on(after, timer, tmp_path):
     assert fake.calls == calls  # each timing once, in both together
     assert found.report.layers == plain.layers and found.report.frontier == plain.frontier
     assert json.loads((out / "report.json").read_text())["layers"] == plain.layers
+
+
+@pytest.mark.slow
+@each("line, minutes", [("layer 2 of 3", 10), ("recovery: ", 10), ("testing", 0.01)])
+def test_a_process_that_was_killed_leaves_what_another_goes_on_from(line, minutes, timer, tmp_path):
+    timer()
+    settings, out = {**SETTINGS, "minutes": 0.01}, tmp_path / line[:5]
+    plain = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=SETTINGS).report
+    log = tmp_path / f"{out.name}.log"
+    process = Started(search_until, out, line, minutes, folder=tmp_path, log=log)
+    wait_until(lambda: log.exists() and STILL in log.read_text(), process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL and not (out / "report.json").exists()
+    before = json.loads((out / "plan.json").read_text())["values"]
+    assert any(name.startswith("first losses of layer 1") for name in before)
+    assert any(path.name.endswith(STATE) for path in out.iterdir()) == (line != "layer 2 of 3")
+    report = sp.sparsify(model_of("ours"), images_of(), 0.6, settings=settings, out=out).report
+    assert report.layers == plain.layers and report.frontier == plain.frontier and report.rows[2].steps > 0
+    after = json.loads((out / "plan.json").read_text())["values"]
+    assert before.items() <= after.items()
+    assert not [path for path in out.iterdir() if path.name.endswith((STATE, ".partial"))]
 
 
 def test_no_loss_is_computed_twice(timer, tmp_path, monkeypatch):
