@@ -114,6 +114,11 @@ class Variant:
     background: str = "noise"
 
     @property
+    def first_name(self) -> str:
+        """Name of the first variant with these images; others go on for longer."""
+        return next(name for name, variant in VARIANTS.items() if variant == self)
+
+    @property
     def classes(self) -> int:
         """How many labels there are."""
         return len(FOLDERS) if self.label == FOLDER else LABELS[self.label][0]
@@ -133,8 +138,7 @@ class Variant:
         """The images in words."""
         if self.label == FOLDER:
             return f"drawings of Open Clip Art on {side} pixels, by folder"
-        name = next(name for name, variant in VARIANTS.items() if variant == self)
-        return f"canvases of {side} pixels with Fashion-MNIST's objects, variant {name}"
+        return f"canvases of {side} pixels with Fashion-MNIST's objects, variant {self.first_name}"
 
     def pools(self, device: str, data: str | None) -> Mapping[str, Pool | Album]:
         """What the images of each split are made of; `data`: folder of Fashion-MNIST, None: that of Debian's package.
@@ -158,6 +162,7 @@ VARIANTS = {
     "count": Variant("count", 14),
     "repeated": Variant("repeated", 14),
     "drawings": Variant(FOLDER, DRAWN, "paper"),
+    "longer": Variant("class", 28),  # the images of `class`, from its start, for longer
 }
 
 
@@ -243,6 +248,7 @@ AT_128 = tuple(name for name in ALL if name != "sparsify-0.25")  # which no choi
 SIX = ("dense", "half", "patch-x2", "windows", "fibottention", "fibottention-violin")
 THREE = ("half", "patch-x2", "fibottention")
 LARGER_PATCHES = ("half", "quarter", "patch-x2", "patch-x4", "patch-x2-fibottention", "fibottention")
+LONGER = ("patch-x4", "patch-x4-fibottention", "patch-x2", "patch-x2-fibottention")
 BEST = ("patch-x4", "patch-x2-fibottention", "patch-x4-fibottention")  # of the first seeds
 MORE_SEEDS = (1, 2, 3, 4)
 FIRST_ON_GPU = ("dense", "half", "windows", "tome", "fibottention", "fibottention-violin")
@@ -270,6 +276,8 @@ SCALES = {
                 Group("count", 256, 10, 2, THREE, (0,)),
                 Group("repeated", 256, 10, 2, THREE, (0,)),
                 Group("drawings", 256, 10, 2, THREE, (0,)),
+                Group("small", 256, 10, 2, ("patch-x4-fibottention",), (0,)),
+                Group("longer", 256, 30, 5, LONGER, (0,)),
                 Group("class", 256, 10, 2, BEST, MORE_SEEDS[:2]),
                 Group("class", 128, 8, 1, BEST, MORE_SEEDS[:2]),
             ),
@@ -359,8 +367,8 @@ class Run:
 
 
 def start_name(variant: str) -> str:
-    """The group of the stages of a variant's start."""
-    return f"start_{variant}"
+    """The group of the stages of a variant's start, which variants of the same images share."""
+    return f"start_{VARIANTS[variant].first_name}"
 
 
 def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = (), sides: Sequence[int] = ()) -> list[Run]:
@@ -392,7 +400,7 @@ def runs_of(scale: Scale, only: Sequence[str] = (), seeds: Sequence[int] = (), s
             )
         )
     runs.sort(key=lambda run: run.seed)
-    variants = dict.fromkeys(run.variant for run in runs)
+    variants = dict.fromkeys(VARIANTS[run.variant].first_name for run in runs)
     starts = [run for variant in variants for run in _stages(scale, variant)]
     return starts + [run for run in runs if not run.can_be_dropped] + [run for run in runs if run.can_be_dropped]
 

@@ -192,11 +192,12 @@ def report_text(scale: Scale, records: Path) -> str:
         "predictor's phase or of a search.",
         f"Runs: {machines(every)}. Times of inference: {machines(read_machine(records))}.",
     ]
-    for variant in dict.fromkeys(group.variant for group in groups):
-        for row, by_seed in read_records(records / start_name(variant)).items():
+    for start in dict.fromkeys(start_name(group.variant) for group in groups):
+        for row, by_seed in read_records(records / start).items():
             record = by_seed[0]
+            variant, minutes = start.removeprefix("start_"), record["minutes"]
             parts.append(
-                f"Dense start of {variant} at {row} pixels: {record['minutes']:.1f} minutes, {record['images']} "
+                f"Dense start of {variant} at {row} pixels: {minutes:.1f} minutes, {record['images']} "
                 f"images, test accuracy {100 * record['metrics']['test_accuracy']:.1f} %."
             )
     parts += [group_text(scale, group, runs[group.folder], times.get(group.folder, {})) for group in groups]

@@ -36,7 +36,7 @@ from hf_sparseprior.runs.run_folder import (
 )
 from hf_sparseprior.training.allocator import keep_freed_memory
 from tasks.canvases import commands, report, times
-from tasks.canvases.contenders import CONTENDERS, SCALES, VARIANTS, Run, Scale, runs_of
+from tasks.canvases.contenders import CONTENDERS, SCALES, VARIANTS, Run, Scale, runs_of, start_name
 from tasks.canvases.loop import check_device, do_run, run_folder, start_folder
 from tasks.canvases.report import learns_nothing, records_folder
 from tasks.common.queue import Job, Queue, RunsFailed
@@ -63,8 +63,8 @@ def list_runs(runs: Sequence[Run]) -> str:
 def possible(runs: Sequence[Run]) -> list[Run]:
     """Without those that the library or this machine cannot do, and without starts that then nothing needs."""
     done = [run for run in runs if run.contender.missing() is None and VARIANTS[run.variant].missing() is None]
-    variants = {run.variant for run in done if not run.is_start}
-    return [run for run in done if run.variant in variants]
+    starts = {start_name(run.variant) for run in done if not run.is_start}
+    return [run for run in done if not run.is_start or run.group in starts]
 
 
 class Experiment:

@@ -19,8 +19,9 @@ def test_the_command_knows_the_scales():
 
 def test_the_cpu_scale_is_as_it_was_fixed():
     runs = runs_of(SCALES["cpu"])
-    assert len(runs) == 115 + len([run for run in runs if run.variant == "drawings"]) == 119  # which were added later
-    assert {run.minutes for run in runs if not run.is_start} == {8, 10}
+    assert len(runs) == 115 + 4 + 1 + 4  # drawings, a row of `small`, and `longer`, which were added later
+    assert {run.minutes for run in runs if not run.is_start} == {8, 10, 30}
+    assert {run.variant for run in runs if run.minutes == 30} == {"longer"}
     for side in (128, 256):
         rows = [run for run in runs if run.group == f"{side}_class"]
         seeds = {name: sorted(run.seed for run in rows if run.row == name) for name in CONTENDERS}
@@ -30,7 +31,7 @@ def test_the_cpu_scale_is_as_it_was_fixed():
         assert [name for name, seeds_of in seeds.items() if seeds_of == [0, 1, 2]] == list(contenders.BEST)
 
 
-def test_the_gpu_scale_begins_with_four_then_six_minutes_in_the_fixed_order():
+def test_the_gpu_scale_begins_with_three_then_six_minutes_in_the_fixed_order():
     runs = runs_of(SCALES["gpu"])
     starts = [run for run in runs if run.is_start]
     assert runs[: len(starts)] == starts and sum(run.minutes for run in starts) == 3
@@ -109,6 +110,17 @@ def test_only_some_contenders_bring_their_starts():
         "128_class/windows seed 0",
         "256_class/windows seed 0",
     ]
+
+
+def test_variants_of_the_same_images_share_a_start():
+    runs = [run for run in runs_of(SCALES["cpu"], only=["patch-x4"], seeds=[0]) if run.side != 128]
+    assert [run.name for run in runs if run.variant in ("class", "longer")] == [
+        "start_class/64 seed 0",
+        "256_class/patch-x4 seed 0",
+        "256_longer/patch-x4 seed 0",
+    ]
+    assert {run.start for run in runs if run.variant in ("class", "longer")} == {None, ("start_class", "64")}
+    assert runs_of(SCALES["cpu"], only=["dense"])[0].name == "start_class/64 seed 0"
 
 
 def test_only_some_sizes_and_seeds():
