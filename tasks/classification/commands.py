@@ -99,4 +99,6 @@ def transfer() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("outputs/transfer"), help="models (default %(default)s)")
     text = "records, table and picture (default %(default)s)"
     parser.add_argument("--records", type=Path, default=Path("tasks/classification/results/transfer"), help=text)
+    text = "time the saved models once more, on a quiet machine, and train nothing"
+    parser.add_argument("--again", action="store_true", help=text)
     return parser

@@ -7,7 +7,7 @@ recovered for as long, and that of the dense models that were trained on smaller
 so larger ones have no more detail. Dense models: configs/classification/transfer.yaml; budgets and minutes: `CASES`.
 
 The same command goes on where it was stopped. It leaves a record for each data set in RECORDS; table.md and
-transfer.png there are made of all of them.
+transfer.png there are made of all of them. `--again` times the saved models once more.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from tasks.classification.commands import TRANSFER_DATA
 
 CONFIG = "configs/classification/transfer.yaml"
 TRAINING_IMAGES = 3000  # for calibration and recovery
-SECONDS = 3.0  # of the rounds of a comparison of times
+SECONDS, SECONDS_AGAIN = 3.0, 20.0  # of the rounds of a comparison of times, and of one on a quiet machine
 BATCH = 16
-TABLE, FIGURE = "table.md", "transfer.png"
+TABLE, FIGURE, TIMES = "table.md", "transfer.png", "times.json"
 ABOVE = {"textcoords": "offset points", "fontsize": 7}
 
 
@@ -198,6 +198,35 @@ def shares(models: Mapping[int, Predictor], size: int, image: Sequence[Any]) -> 
     return {int(each): share for each, share in found.items()}
 
 
+def time_again(data: Sequence[str], out: Path, records: Path, cases: Sequence[Case] = CASES) -> None:
+    """Time the saved models by turns with the dense ones they were made from, and write `TIMES`.
+
+    Args:
+        data: names of data sets. out: folder of the models. records: folder of the records.
+        cases: models that were made faster.
+
+    Raises:
+        OSError: where a model is missing.
+    """
+    found = read_results(records / TIMES)["times"] if (records / TIMES).is_file() else {}
+    for name in data:
+        found[name] = {}
+        for case in cases:
+            models = {
+                each: load_predictor(out / name / each, device="cpu") for each in (f"dense_{case.size}", case.name)
+            }
+            image = [Image.new("RGB", (case.size, case.size))]
+            calls = {each: partial(model.call, model.prepare(image)) for each, model in models.items()}
+            dense, choice = timing.seconds_of_rounds(calls, torch.device("cpu"), SECONDS_AGAIN).values()
+            low, share, high = np.quantile(
+                [one / other for one, other in zip(choice, dense, strict=True)], (0.25, 0.5, 0.75)
+            )
+            found[name][case.name] = {"share": share, "quartiles": [low, high], "rounds": len(dense)}
+            print(f"{name}, {case.size} pixels: {share:.3f} of the dense model's time ({low:.3f} to {high:.3f})")
+    command = f"python -m tasks.classification.transfer {' '.join(data)} --again"
+    write_results(records / TIMES, {"times": found, "command": command, **environment()})
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
@@ -214,8 +243,8 @@ def read_records(records: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table for each data set and size, in Markdown."""
+def report_text(found: Mapping[str, Mapping[str, Any]], again: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """A table for each data set and size, in Markdown. `again`: of `TIMES`, by data set and case."""
     parts = []
     for name, record in found.items():
         parts.append(f"## {name}")
@@ -234,6 +263,13 @@ def report_text(found: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{1000 * report['dense_seconds']:.0f} ms an image. Recovery: {report['minutes']:g} minutes each. "
                 f"Layers: {'; '.join(report['layers'])}."
             )
+            name_of_case = Case(size, report["budget"], 0.0, 0).name
+            if (timed := (again or {}).get(name, {}).get(name_of_case)) is not None:
+                low, high = timed["quartiles"]
+                parts.append(
+                    f"The saved model, timed once more: {timed['share']:.3f} (quartiles {low:.3f} to {high:.3f}, "
+                    f"{timed['rounds']} rounds)."
+                )
             rows = [
                 (
                     row["name"],
@@ -309,7 +345,7 @@ def _draw_panel(axis: Any, report: Mapping[str, Any], smaller: Sequence[Mapping[
 def write_report(records: Path) -> None:
     """Write table.md and transfer.png, and print the table."""
     found = read_records(records)
-    text = report_text(found)
+    text = report_text(found, read_results(records / TIMES)["times"] if (records / TIMES).is_file() else None)
     with turn(records / REPORT_LOCK):
         write_text(records / TABLE, text)
         picture = draw(found, records / FIGURE)
@@ -326,7 +362,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"DATA={unknown[0]!r} must be one of {', '.join(TRANSFER_DATA)}")
         torch.set_num_threads(1)  # minutes are of one thread
         keep_freed_memory()
-        for name in arguments.data:
+        if arguments.again:
+            time_again(arguments.data or TRANSFER_DATA, arguments.out, arguments.records)
+        for name in arguments.data if not arguments.again else ():
             do(name, arguments.out, arguments.records)
         write_report(arguments.records)
 

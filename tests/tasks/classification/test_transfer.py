@@ -10,7 +10,16 @@ from hf_sparseprior.images.sources.images import ImageData, array_images
 from hf_sparseprior.sparsification import timing
 from tasks.classification import transfer
 from tasks.classification.commands import TRANSFER_DATA
-from tasks.classification.transfer import Case, dense_configs, do, main, photos, read_records, report_text
+from tasks.classification.transfer import (
+    Case,
+    dense_configs,
+    do,
+    main,
+    photos,
+    read_records,
+    report_text,
+    time_again,
+)
 from tests.each import each
 
 CHANGES = [
@@ -85,6 +94,22 @@ def test_all_of_it(small, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(transfer.hf_run if name == "run" else transfer.sp, name, None)
     do("fashion_mnist", out, records, CASES, CHANGES)
     assert "fashion_mnist.json: done" in capsys.readouterr().out
+
+
+def test_saved_models_are_timed_once_more(small, tmp_path, monkeypatch, capsys):
+    out, records = tmp_path / "out", tmp_path / "records"
+    do("fashion_mnist", out, records, CASES, CHANGES)
+    turns = {"dense_112": [1.0, 2.0, 2.0, 4.0, 1.0], "112_0.7": [0.7, 1.2, 1.3, 2.4, 0.8]}
+    monkeypatch.setattr(timing, "seconds_of_rounds", lambda calls, *given: {name: turns[name] for name in calls})
+    time_again(["fashion_mnist"], out, records, CASES)
+    found = json.loads((records / transfer.TIMES).read_text())
+    assert found["times"]["fashion_mnist"]["112_0.7"]["share"] == pytest.approx(0.65)
+    assert found["command"] == "python -m tasks.classification.transfer fashion_mnist --again"
+    assert main(["--records", str(records)]) == 0
+    line = "The saved model, timed once more: 0.650 (quartiles 0.600 to 0.700, 5 rounds)."
+    assert line in (records / transfer.TABLE).read_text()
+    assert main(["cifar10", "--again", "--out", str(out), "--records", str(records)]) == 2
+    assert "dense_112" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_record_is_lost_and_made_of_what_is_done(small, tmp_path, monkeypatch):
