@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from functools import cache
@@ -46,6 +47,14 @@ dynamic_module_utils.get_relative_import_files = cache(dynamic_module_utils.get_
 MEMORY = Path("/dev/shm")
 CONTAINERS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 GIBIBYTE = 2**30
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT interrupts: a shell that starts the tests in the background has it ignored."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
 
 
 def pytest_addoption(parser):

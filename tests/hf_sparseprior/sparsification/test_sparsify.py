@@ -879,7 +879,7 @@ def test_the_command_takes_images_without_classes_at_another_size(timer, tmp_pat
 
 
 @pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_says_where_it_goes_on(sent, status, timer, tmp_path, capsys, monkeypatch):
+def test_a_signal_says_where_it_goes_on(sent, status, timer, tmp_path, capsys, monkeypatch, interruptible):
     fake = timer()
     model_of("ours").save_pretrained(tmp_path / "model")
     photos(tmp_path / "photos", CLASSES)

@@ -114,7 +114,7 @@ def test_a_killed_run_is_put_back_but_not_for_ever(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, RunStopped), (signal.SIGINT, KeyboardInterrupt)])
-def test_told_to_stop_it_ends_its_runs_and_the_same_queue_goes_on(tmp_path, number, error):
+def test_told_to_stop_it_ends_its_runs_and_the_same_queue_goes_on(tmp_path, number, error, interruptible):
     jobs = [job(tmp_path / "a0"), job(tmp_path / "b0", work, 600)]
 
     queue = Queue(IMPORTED, 2)
@@ -126,15 +126,10 @@ def test_told_to_stop_it_ends_its_runs_and_the_same_queue_goes_on(tmp_path, numb
         wait_until(lambda: (tmp_path / "a0" / "record").exists() and b0_runs())
         os.kill(os.getpid(), number)
 
-    # A shell that starts the tests in the background has SIGINT ignored.
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=stop)
     thread.start()
-    try:
-        with pytest.raises(error):
-            queue.run(jobs)
-    finally:
-        signal.signal(signal.SIGINT, earlier)
+    with pytest.raises(error):
+        queue.run(jobs)
     thread.join()
     process = int(next(tmp_path.glob("b0/began-*")).name.partition("-")[2])
     with pytest.raises(ProcessLookupError):

@@ -159,19 +159,15 @@ def test_a_run_whose_worker_dies_is_given_to_another_and_those_that_fail_are_nam
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, RunStopped), (signal.SIGINT, KeyboardInterrupt)])
-def test_told_to_stop_it_ends_its_runs(queue, tmp_path, number, error):
+def test_told_to_stop_it_ends_its_runs(queue, tmp_path, number, error, interruptible):
     def stop():
         wait_until(lambda: len(list(tmp_path.glob("*/began-*"))) == 2)
         os.kill(os.getpid(), number)
 
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=stop)
     thread.start()
-    try:
-        with pytest.raises(error):
-            queue.run([job(tmp_path / name, work, 600) for name in ("a0", "b0", "c0")])
-    finally:
-        signal.signal(signal.SIGINT, earlier)
+    with pytest.raises(error):
+        queue.run([job(tmp_path / name, work, 600) for name in ("a0", "b0", "c0")])
     thread.join()
     for path in tmp_path.glob("*/began-*"):
         with pytest.raises(ProcessLookupError):
