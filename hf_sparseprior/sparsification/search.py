@@ -243,8 +243,7 @@ class Search:
         for done in range(ROUNDS):
             if exceeds + 1 >= meets:
                 break
-            point = least_loss(points, 1 - (1 - budget) / self.gain) or points[-1]
-            number = min(max(points.index(point), exceeds + 1), meets - 1)
+            number = min(max(_aimed(points, budget, self.gain), exceeds + 1), meets - 1)
             if done >= BY_PREDICTION and done % 2 == 0:
                 number = (exceeds + meets) // 2
             predicted = 1 - self.gain * (1 - points[number].share)
@@ -263,19 +262,15 @@ class Search:
             share, again = self.share(point.choice), self.share_again(point.choice)
             if share <= MET * budget and again <= LATE * budget:
                 break
-            gain = max(1 - fmean((share, again)), 1e-6) / (1 - point.share)
-            faster = least_loss(points, 1 - (1 - budget) / gain) or points[-1]
-            number = max(points.index(faster), number + 1)
-            self.say(
-                f"measured once more, the choice takes {again:.3f} of the dense model's time; a faster one is taken"
-            )
+            number = max(_aimed(points, budget, _gain(point, fmean((share, again)))), number + 1)
+            self.say(f"measured once more, the choice takes {again:.3f} after {share:.3f}; a faster one is chosen")
         return points[number]
 
     def _measured(self, point: Point) -> float:
         """The share of a point, by which the predictions are corrected: the median of what was measured counts."""
         share = self.share(point.choice)
         if point.share < 1:
-            self.gains.append(max(1 - share, 1e-6) / (1 - point.share))
+            self.gains.append(_gain(point, share))
             self.gain = median(self.gains)
         return share
 
@@ -303,6 +298,17 @@ class Search:
         if growth <= 1 or max(sides) > MAX_SIDE:
             return text
         return f"{text}; at about {sides[0]}x{sides[1]} it could be met (an estimate, by how attention grows)"
+
+
+def _gain(point: Point, share: float) -> float:
+    """What a choice that takes this share saves in the whole model, in units of what its layers save alone."""
+    return max(1 - share, 1e-6) / (1 - point.share)
+
+
+def _aimed(points: Sequence[Point], budget: float, gain: float) -> int:
+    """Number of the point of least loss that would meet the budget with this gain; of the fastest if none would."""
+    point = least_loss(points, 1 - (1 - budget) / gain)
+    return len(points) - 1 if point is None else points.index(point)
 
 
 class TimeLeft:

@@ -265,14 +265,10 @@ def _begin(
     parts = split(images, settings.calibration, settings.test, settings.seed)
     if settings.minutes and not parts.recovery:
         raise ValueError(f"minutes={settings.minutes}: {images.count} images leave none for recovery; give more")
+    advice = "" if images.test or not images.labels else ", on which the dense model must not have been trained"
     say(
         f"{images.count} images: {len(parts.calibration)} for calibration, {len(parts.recovery)} for recovery, "
-        f"{len(parts.test)} for the test of {measure_name(subject, images)}"
-        + (
-            ""
-            if images.test or not images.labels
-            else ", of which the dense model must not have seen any in its training"
-        )
+        f"{len(parts.test)} for the test of {measure_name(subject, images)}{advice}"
     )
     read = [images.readable(numbers) for numbers in images.batches(parts.calibration, CALIBRATION_BATCH)]
     batches = [torch.stack(list(pixels.values())) for pixels in read if pixels]

@@ -11,6 +11,7 @@ Shape letters: N drawings, B images, S side of an image.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import warnings
 from collections.abc import Iterator
@@ -93,20 +94,21 @@ def _drawings(root: Path, name: str, seen: set[bytes]) -> Iterator[np.ndarray]:
         if file.endswith(".png") and not os.path.islink(os.path.join(folder, file))
     ]
     for file in sorted(files, key=lambda file: hashlib.sha256(os.path.relpath(file, root).encode()).digest()):
-        key = hashlib.sha256(Path(file).read_bytes()).digest()
-        if key not in seen and (drawing := _read(file)) is not None:
+        content = Path(file).read_bytes()
+        key = hashlib.sha256(content).digest()
+        if key not in seen and (drawing := _read(content)) is not None:
             seen.add(key)
             yield drawing
 
 
-def _read(file: str) -> np.ndarray | None:
+def _read(content: bytes) -> np.ndarray | None:
     """Ink of a drawing, uint8 (DRAWN, DRAWN); None for a small, a huge, an empty or a damaged one."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(file)
+            image = Image.open(io.BytesIO(content))
         if max(image.size) < DRAWN or image.width * image.height > LARGEST:
             return None
         drawn = image.convert("RGBA")

@@ -72,13 +72,18 @@ class Case:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.size}_{self.budget:g}"
+        return case_name(self.size, self.budget)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of `sparsify`."""
         recovery = {"minutes": self.minutes, "learning_rate": 1e-4, "recover_all": True}
         return {"calibration": 32, "test": self.test, "seconds": SECONDS, "device": "cpu", **recovery}
+
+
+def case_name(size: int, budget: float) -> str:
+    """Name of the case of a size and a budget."""
+    return f"{size}_{budget:g}"
 
 
 SIZES = (56, 112, 224)
@@ -208,9 +213,8 @@ def time_again(data: Sequence[str], out: Path, records: Path, cases: Sequence[Ca
     Raises:
         OSError: where a model is missing.
     """
-    found = read_results(records / TIMES)["times"] if (records / TIMES).is_file() else {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in data}
     for name in data:
-        found[name] = {}
         for case in cases:
             models = {
                 each: load_predictor(out / name / each, device="cpu") for each in (f"dense_{case.size}", case.name)
@@ -263,8 +267,7 @@ def report_text(found: Mapping[str, Mapping[str, Any]], again: Mapping[str, Mapp
                 f"{1000 * report['dense_seconds']:.0f} ms an image. Recovery: {report['minutes']:g} minutes each. "
                 f"Layers: {'; '.join(report['layers'])}."
             )
-            name_of_case = Case(size, report["budget"], 0.0, 0).name
-            if (timed := (again or {}).get(name, {}).get(name_of_case)) is not None:
+            if (timed := (again or {}).get(name, {}).get(case_name(size, report["budget"]))) is not None:
                 low, high = timed["quartiles"]
                 parts.append(
                     f"The saved model, timed once more: {timed['share']:.3f} (quartiles {low:.3f} to {high:.3f}, "
