@@ -282,6 +282,7 @@ SCALES = {
                 Group("drawings", 256, 10, 2, THREE, (0,)),
                 Group("longer", 256, 30, 5, LONGER, (0,)),
                 Group("class", 256, 10, 2, SIX, LATER_SEEDS[:1]),
+                Group("class", 256, 10, 2, BEST, LATER_SEEDS[:1]),
                 Group("class", 128, 8, 1, AGAIN, LATER_SEEDS),
                 Group("class", 256, 10, 2, BEST, MORE_SEEDS[:2]),
                 Group("class", 128, 8, 1, BEST, MORE_SEEDS[:2]),
